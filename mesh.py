@@ -1,0 +1,150 @@
+"""Where a process stands: torchrun's process group, the device mesh over it, and how all ranks leave together."""
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from config import Config, UserError
+
+
+@dataclass
+class Mesh:
+    """Where this process stands: `(dp_replicate, dp_shard, tp)`, tp innermost so that its ranks are neighbours."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    device_mesh: DeviceMesh | None = None  # None: one process, no process group
+
+    def _size(self, dim: str) -> int:
+        return self.device_mesh[dim].size() if self.device_mesh else 1
+
+    def _rank(self, dim: str) -> int:
+        return self.device_mesh[dim].get_local_rank() if self.device_mesh else 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def tp(self) -> int:
+        return self._size("tp")
+
+    @property
+    def tp_rank(self) -> int:
+        return self._rank("tp")
+
+    @property
+    def dp(self) -> int:
+        return self._size("dp_replicate")
+
+    @property
+    def dp_rank(self) -> int:
+        return self._rank("dp_replicate")
+
+    def all_mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Mean of `x` over data-parallel ranks; TP peers hold equal values already. One all-reduce."""
+        if self.dp > 1:
+            dist.all_reduce(x, group=self.device_mesh["dp_replicate"].get_group())
+            x /= self.dp
+        return x
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank. A collective on a host tensor, so the device is not waited for."""
+        if self.world_size == 1:
+            return flag
+        tensor = torch.tensor(int(flag))
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return bool(tensor)
+
+    def on_main(self, function):
+        """The result of `function()`, run on rank 0, on every rank; a UserError of its is raised on every rank."""
+        result = error = None
+        if self.is_main:
+            try:
+                result = function()
+            except UserError as e:
+                error = e
+        if self.world_size > 1:
+            box = [result, error]
+            dist.broadcast_object_list(box, src=0)
+            result, error = box
+        if error is not None:
+            raise error
+        return result
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            self.any(False)
+
+    def close(self) -> None:
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start(config: Config) -> Mesh:
+    """Join the process group that torchrun describes in the environment and lay the mesh over it.
+
+    Raises:
+        UserError: more processes on this box than GPUs.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if local_world > torch.cuda.device_count():
+            raise UserError(f"--nproc-per-node={local_world} on a box with {torch.cuda.device_count()} GPU(s): "
+                            "one process a GPU; start fewer, or CUDA_VISIBLE_DEVICES= to run on the CPU")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if world_size() == 1:
+        return Mesh(device)
+    if not dist.is_initialized():
+        # gloo beside NCCL carries what the host needs to agree on without waiting for the device
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return mesh_over_world(config, device)
+
+
+def mesh_over_world(config: Config, device: torch.device) -> Mesh:
+    """The mesh over an initialised process group."""
+    device_mesh = init_device_mesh(device.type, (config.dp_replicate, 1, config.tp),
+                                   mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    return Mesh(device, dist.get_rank(), dist.get_world_size(), device_mesh)
+
+
+def leave(message: str, code: int) -> None:
+    """End this process with `code`; rank 0 prints `message` and the others wait until it has.
+
+    torchrun kills what is left once one worker has gone, so ranks meet in its key-value store first, for 10 s at most:
+    a rank that fails alone prints for itself and the others are torchrun's. Works with and without a process group.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        if world_size() == 1:
+            print(message, file=sys.stderr, flush=True)
+        else:
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                                  timeout=timedelta(seconds=10))
+            key = f"nanotp/leave/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+            if rank == 0:
+                print(message, file=sys.stderr, flush=True)
+                store.set(f"{key}/said", "1")
+            store.wait([f"{key}/said"])
+            if store.add(f"{key}/gone", 1) == world_size():
+                store.set(f"{key}/all", "1")
+            store.wait([f"{key}/all"])
+    except dist.DistError:
+        if rank:
+            print(f"[rank {rank}] {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)  # a peer may sit in a collective that this process would wait for on an ordinary exit

@@ -1,0 +1,316 @@
+"""Tensor parallelism as a table: the plan, the sharded weights, and gradients across ranks.
+
+Placements are DTensor's, over the `tp` dimension of the mesh: `Shard(d)` holds a slice of dimension d, `Replicate()`
+the same whole tensor, `Partial()` a summand of it. Where tp = 1 parameters are plain tensors and nothing here
+communicates but the gradient mean over data-parallel ranks.
+"""
+
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from config import Config
+from mesh import Mesh
+from model import GPT, Sizes, initial_value, linear_cross_entropy, real_shapes
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the plan
+
+
+def plan(config: Config) -> dict[str, ParallelStyle]:
+    """Which style each module that owns parameters gets. B·T·C is a micro-batch's activation.
+
+    Collectives a block, forward and backward, of B·T·C each: with sequence parallelism 4 all-gathers (into c_attn and
+    c_fc; backward into both c_proj) and 4 reduce-scatters, without it 4 all-reduces.
+    """
+    # activations between blocks (B, T, C): each rank a slice of T, or each rank all of it
+    between = Shard(1) if config.sequence_parallel else Replicate()
+    norm = SequenceParallel(use_local_output=True) if config.sequence_parallel else ReplicatedNorm()
+    column = ColwiseParallel(input_layouts=between)
+    row = RowwiseParallel(output_layouts=between)
+    return {
+        # module            style                           # its parameters          its output
+        "wte": VocabEmbedding(between),                     # Shard(0): vocabulary    between
+        "wpe": PositionEmbedding(between),                  # Replicate               (T/tp or T, C)
+        "h.*.ln_1": norm,                                   # Replicate               between
+        "h.*.attn.c_attn": column,                          # Shard(0): heads         (B, T, heads/tp · 3 · head_dim)
+        "h.*.attn.c_proj": row,                             # Shard(1), bias Repl.    between
+        "h.*.ln_2": norm,                                   # Replicate               between
+        "h.*.mlp.c_fc": column,                             # Shard(0): hidden        (B, T, hidden/tp)
+        "h.*.mlp.c_proj": row,                              # Shard(1), bias Repl.    between
+        "ln_f": norm,                                       # Replicate               between
+        "lm_head": VocabHead(between, config.loss_parallel),  # wte's                 loss, or whole logits
+    }
+
+
+class ReplicatedNorm(ParallelStyle):
+    """What SequenceParallel is, for activations that every rank holds whole: gradients come out Replicate."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, mesh, Replicate())
+        module.register_forward_pre_hook(
+            lambda _, args: DTensor.from_local(args[0], mesh, [Replicate()], run_check=False))
+        module.register_forward_hook(lambda _, args, output: output.to_local())
+        return module
+
+
+class VocabEmbedding(ParallelStyle):
+    """`wte` by rows: a rank looks up the ids it holds, the sum over ranks is the embedding.
+
+    The lookup runs on the local rows, so the gradient never has the whole vocabulary's size. One reduce-scatter forward
+    and one all-gather backward (one all-reduce forward where `between` is Replicate).
+    """
+
+    def __init__(self, between):
+        self.between = between
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, mesh, Shard(0))
+        module.forward = partial(self._forward, module, mesh)
+        return module
+
+    def _forward(self, module, mesh, idx):  # (B, T) → (B, T/tp, C), float32
+        rows = module.weight.to_local()
+        idx = idx - mesh.get_local_rank() * len(rows)
+        elsewhere = (idx < 0) | (idx >= len(rows))
+        x = F.embedding(idx.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
+        return _redistribute(x, mesh, Partial(), self.between)
+
+
+class PositionEmbedding(ParallelStyle):
+    """`wpe`, replicated and read only for this rank's slice of the sequence. No collective; its gradient is Partial."""
+
+    def __init__(self, between):
+        self.between = between
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, mesh, Replicate())
+        module.forward = partial(self._forward, module, mesh)
+        return module
+
+    def _forward(self, module, mesh, positions):  # (T,) → (T/tp, C), float32
+        if self.between.is_replicate():
+            return F.embedding(positions, module.weight.to_local())
+        mine = positions.chunk(mesh.size())[mesh.get_local_rank()]
+        return F.embedding(mine, module.weight.to_local(grad_placements=[Partial()]))
+
+
+class VocabHead(ParallelStyle):
+    """`lm_head` into vocabulary shards, and the loss on them: whole logits exist on no rank.
+
+    One all-gather forward and one reduce-scatter backward (one all-reduce backward where `between` is Replicate), and
+    two small all-reduces for the loss. `loss_parallel = False` gathers the logits instead, for study. Without targets
+    the logits are gathered.
+    """
+
+    def __init__(self, between, loss_parallel: bool):
+        self.between, self.loss_parallel = between, loss_parallel
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module.forward = partial(self._forward, module, mesh)  # no parameter of its own: GPT.tie gives it wte's
+        return module
+
+    def _forward(self, module, mesh, x, targets=None, position=None):
+        x = _redistribute(x, mesh, self.between, Replicate(), grad=Partial())
+        weight = module.weight.to_local()
+        if targets is not None and self.loss_parallel:
+            first = mesh.get_local_rank() * len(weight)
+            real = min(max(module.vocab_size - first, 0), len(weight))
+            return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), real, first,
+                                        partial(_all_reduce, mesh.get_group(), dist.ReduceOp.MAX),
+                                        partial(_all_reduce, mesh.get_group(), dist.ReduceOp.SUM))
+        if position is not None:
+            x = x[:, position : position + 1]
+        logits = _redistribute(F.linear(x, weight.to(x.dtype)), mesh, Shard(2), Replicate())
+        logits = logits[..., : module.vocab_size].float()
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _redistribute(x, mesh: DeviceMesh, source, target, grad=None):
+    """A local tensor of placement `source` as the local tensor of placement `target`; gradients go the mirrored way.
+
+    `grad` is the placement of the result's gradient where it is not the result's own (a Partial gradient of a
+    replicated activation: each rank's share of a column-parallel product).
+    """
+    x = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
+    return x.to_local(grad_placements=[grad or target])
+
+
+def _all_reduce(group, op, x):
+    dist.all_reduce(x, op, group=group)
+    return x
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement) -> None:
+    """Replace a module's own parameters by DTensors of `placement`, on meta: `materialise` gives them values."""
+    for name, p in list(module.named_parameters(recurse=False)):
+        local = p
+        if placement.is_shard():
+            local = p.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+        setattr(module, name, nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False)))
+
+
+def apply_plan(model: GPT, config: Config, mesh: DeviceMesh) -> None:
+    """Apply the plan to a model on meta; every key must match a module and every parameter become a DTensor."""
+    styles = plan(config)
+    names = [name for name, _ in model.named_modules()]
+    for key in styles:
+        assert any(_matches(name, key) for name in names), f"plan key {key!r} matches no module"
+    parallelize_module(model, mesh, styles, src_data_rank=None)
+    model.tie()
+    for name, p in model.named_parameters():
+        assert isinstance(p, DTensor), f"the plan leaves out {name}"
+
+
+def _matches(name: str, key: str) -> bool:
+    parts, patterns = name.split("."), key.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# weights
+
+
+def build_model(config: Config, mesh: Mesh) -> GPT:
+    """GPT-2 with this rank's shards of the initial weights. No rank holds more than its shards and one parameter."""
+    with torch.device("meta"):
+        model = GPT(config, Sizes.padded(config, mesh.tp))
+    if mesh.tp > 1:
+        apply_plan(model, config, mesh.device_mesh["tp"])
+    shapes = real_shapes(config)
+    for name, p in list(model.named_parameters()):
+        value = initial_value(name, shapes[name], config)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(_like(p, value, mesh)))
+    model.tie()
+    assert model.lm_head.weight is model.wte.weight, "the tie is lost"
+    check_replicas(model, mesh)
+    return model
+
+
+def _like(p: torch.Tensor, value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """`value` (whole, without padding) laid out as the meta parameter `p` is (this rank's shard, with zero padding)."""
+    if not isinstance(p, DTensor):
+        full = torch.zeros(p.shape, device=mesh.device)
+        full[tuple(map(slice, value.shape))] = value.to(mesh.device)
+        return full
+    placement, local = p.placements[0], torch.zeros(p.to_local().shape, device=mesh.device)
+    if placement.is_shard():
+        first = mesh.tp_rank * local.shape[placement.dim]
+        count = min(max(value.shape[placement.dim] - first, 0), local.shape[placement.dim])
+        if count:
+            value = value.narrow(placement.dim, first, count)
+            local[tuple(map(slice, value.shape))] = value.to(mesh.device)
+    else:
+        local.copy_(value)
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, gradient or moment; shares its memory."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def is_replicated(x: torch.Tensor) -> bool:
+    """Whether every TP rank holds all of `x`."""
+    return isinstance(x, DTensor) and x.placements[0].is_replicate()
+
+
+@torch.no_grad()
+def check_replicas(model: GPT, mesh: Mesh) -> None:
+    """Assert that what ranks hold in common is equal to the bit: replicated parameters over tp, all of them over dp."""
+    named = dict(model.named_parameters())
+    for dim in ("dp_replicate", "tp") if mesh.world_size > 1 else ():
+        names = [n for n, p in named.items() if dim == "dp_replicate" or is_replicated(p)]
+        if mesh.device_mesh[dim].size() == 1 or not names:
+            continue
+        sums = torch.stack([local(named[n]).view(torch.int32).sum(dtype=torch.int64) for n in names])
+        lowest, highest = sums.clone(), sums
+        group = mesh.device_mesh[dim].get_group()
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        drifted = [n for n, same in zip(names, (lowest == highest).tolist(), strict=True) if not same]
+        assert not drifted, f"ranks along {dim} hold different values of {', '.join(drifted[:3])}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gradients
+
+BUCKET = 2**23  # elements of a data-parallel all-reduce: 32 MB
+
+
+@torch.no_grad()
+def reduce_gradients(params: list[nn.Parameter], mesh: Mesh) -> None:
+    """Make gradients whole, once a step: Partial ones summed over tp in one all-reduce, all averaged over dp."""
+    summands = [p for p in params if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()]
+    if summands:
+        _all_reduce_flat([p.grad.to_local() for p in summands], mesh.device_mesh["tp"].get_group())
+        for p in summands:
+            p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements, run_check=False)
+    if mesh.dp > 1:
+        group = mesh.device_mesh["dp_replicate"].get_group()
+        bucket, size = [], 0
+        for p in params:
+            grad = local(p.grad).div_(mesh.dp)
+            if bucket and size + grad.numel() > BUCKET:
+                _all_reduce_flat(bucket, group)
+                bucket, size = [], 0
+            bucket.append(grad)
+            size += grad.numel()
+        _all_reduce_flat(bucket, group)
+
+
+def _all_reduce_flat(tensors: list[torch.Tensor], group) -> None:
+    """Sum each tensor over the group in place, in one all-reduce."""
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    dist.all_reduce(flat, group=group)
+    for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        t.copy_(part.view_as(t))
+
+
+@torch.no_grad()
+def clip_grad_norm(params: list[nn.Parameter], max_norm: float, mesh: Mesh, foreach: bool | None = None):
+    """Scale gradients so that their global norm is at most `max_norm` (0: leave them) and return the norm before.
+
+    Call it after `reduce_gradients`. Sharded gradients count once each, replicated ones once in all. One all-reduce of
+    one number. The norm is a float32 scalar on the device, equal on every rank.
+    """
+    grads = {True: [], False: []}
+    for p in params:
+        grads[is_replicated(p)].append(local(p.grad))
+    squares = [torch.nn.utils.get_total_norm(part, foreach=foreach).square().to(mesh.device)
+               for part in (grads[False], grads[True])]
+    if mesh.tp > 1:
+        dist.all_reduce(squares[0], group=mesh.device_mesh["tp"].get_group())
+    norm = (squares[0] + squares[1]).sqrt()
+    if max_norm:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1)  # the 1e-6 is torch.nn.utils.clip_grad_norm_'s
+        for part in grads.values():
+            if part and foreach is not False:
+                torch._foreach_mul_(part, scale)
+            else:
+                for grad in part:
+                    grad.mul_(scale)
+    return norm
+
+
+def make_optimizer(model: GPT, config: Config, **options) -> torch.optim.AdamW:
+    """Fused AdamW on this rank's shards: matrices decay, vectors do not. `options` override (tests force `foreach`)."""
+    params = list(model.parameters())
+    groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
+    options = options or {"fused": True}
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8, **options)
