@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 VOCAB_SIZE = 50257  # GPT-2's: 50,000 merges, 256 bytes, <|endoftext|>
+TORCH = (2, 11), (2, 14)  # the versions of requirements.txt: from, below
 
 
 class UserError(Exception):
@@ -169,6 +170,14 @@ def check(config: Config, world_size: int) -> None:
         raise UserError(f"decay_steps = {c.decay_steps}: it must be at least 1, or -1 for the default")
     if c.resume and c.overwrite:
         raise UserError("resume = true with overwrite = true: overwrite deletes what resume goes on from; choose one")
+
+
+def check_torch(version: str) -> None:
+    """Raise UserError for a PyTorch that this project was not tried with: DTensor's names and behaviour move."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if not TORCH[0] <= (major, minor) < TORCH[1]:
+        wanted = ",".join(f"{sign}{a}.{b}" for sign, (a, b) in zip((">=", "<"), TORCH, strict=True))
+        raise UserError(f"torch {version} is outside the supported range: pip install 'torch{wanted}'")
 
 
 def parse(cls, argv: list[str], *, toml: bool = False):

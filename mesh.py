@@ -55,13 +55,17 @@ class Mesh:
             x /= self.dp
         return x
 
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank. A collective on a host tensor, so the device is not waited for."""
+    def max(self, value: int) -> int:
+        """The largest `value` of any rank. A collective on a host tensor, so the device is not waited for."""
         if self.world_size == 1:
-            return flag
-        tensor = torch.tensor(int(flag))
+            return value
+        tensor = torch.tensor(value)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return bool(tensor)
+        return int(tensor)
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank."""
+        return bool(self.max(int(flag)))
 
     def on_main(self, function):
         """The result of `function()`, run on rank 0, on every rank; a UserError of its is raised on every rank."""

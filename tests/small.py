@@ -1,0 +1,57 @@
+"""A model small enough for the suite, data it can learn, and the run that every mesh is compared by."""
+
+import torch
+
+from config import Config, check
+from mesh import Mesh, mesh_over_world
+from parallel import build_model, check_replicas, make_optimizer
+from train_gpt2_tp import learning_rate, train_step
+
+CPU = torch.device("cpu")
+
+
+def small_config(world_size: int = 1, **keys) -> Config:
+    """3 heads of 16, vocabulary 1,000 (padded to 1,024), 8 sequences of 32 tokens a step."""
+    defaults = {"n_layer": 2, "n_head": 3, "n_embd": 48, "block_size": 32, "vocab_size": 1000, "dtype": "float32",
+                "total_batch_size": 8 * 32, "micro_batch_size": 2, "max_steps": 10, "warmup_steps": 3,
+                "learning_rate": 3e-3, "min_lr": 3e-4, "eval_interval": 0}
+    config = Config(**(defaults | keys))
+    check(config, world_size)
+    return config
+
+
+def batch(step: int, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (sequences, block_size): arithmetic progressions through every 20th id, on all shards."""
+    generator = torch.Generator().manual_seed(step)
+    begin, stride = (torch.randint(1, high, (config.sequences, 1), generator=generator) for high in (50, 4))
+    tokens = (begin + stride * torch.arange(config.block_size + 1)) * 20 % config.vocab_size
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def run_steps(config: Config, mesh: Mesh, steps: int = 10) -> tuple[list[float], list[float]]:
+    """Losses (over the global batch) and gradient norms of the trainer's own steps; replicas are checked at the end."""
+    model = build_model(config, mesh)
+    optimizer = make_optimizer(model, config)
+    losses, norms = [], []
+    for step in range(steps):
+        inputs, targets = (rows.chunk(mesh.dp)[mesh.dp_rank] for rows in batch(step, config))
+        loss, norm = train_step(model, optimizer, inputs, targets, learning_rate(step, config), config, mesh)
+        losses.append(mesh.all_mean(loss).item())
+        norms.append(norm.item())
+    check_replicas(model, mesh)
+    return losses, norms
+
+
+def run_cells(rank: int, world_size: int, cells: list[dict]) -> list:
+    """`run_steps` for each dict of config keys, one after the other in one process group."""
+    results = []
+    for keys in cells:
+        config = small_config(world_size, **keys)
+        results.append(run_steps(config, mesh_over_world(config, CPU)))
+    return results
+
+
+def difference(run: tuple, reference: tuple) -> float:
+    """The largest relative difference of losses and norms."""
+    return max(abs(a - b) / abs(b) for ours, theirs in zip(run, reference, strict=True)
+               for a, b in zip(ours, theirs, strict=True))

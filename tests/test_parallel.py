@@ -1,0 +1,140 @@
+"""Every mesh against one process, and one process against plain PyTorch. Real gloo ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from small import CPU, batch, difference, run_cells, run_steps, small_config
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.functional import cross_entropy
+
+import parallel
+from mesh import Mesh, mesh_over_world
+from parallel import build_model, check_replicas, clip_grad_norm, make_optimizer, reduce_gradients
+from train_gpt2_tp import learning_rate, train_step
+
+BOUND = 1e-5
+CLIPS = (0.01, 1.0)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """Losses and norms of one process, by clip."""
+    return {clip: run_steps(small_config(grad_clip=clip), Mesh(CPU)) for clip in CLIPS}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_one_process_equals_plain_pytorch(clip, one_process):
+    """Whole-batch cross_entropy, torch's clip_grad_norm_ and unfused AdamW on the plain model."""
+    config = small_config(grad_clip=clip)
+    model = build_model(config, Mesh(CPU))
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+                                  betas=(0.9, 0.95), fused=False, foreach=False)
+    losses, norms = [], []
+    for step in range(10):
+        inputs, targets = batch(step, config)
+        loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3  # it learns: equality is not that of runs that stand still
+    assert difference(one_process[clip], (losses, norms)) < BOUND
+
+
+CELLS = {
+    2: [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"tp": 2, "loss_parallel": False},
+        {"tp": 2, "sequence_parallel": False, "loss_parallel": False}, {"tp": 2, "micro_batch_size": 8}, {"tp": 1}],
+    4: [{"tp": 4}, {"tp": 4, "sequence_parallel": False}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}],
+}
+
+
+@pytest.mark.parametrize("world_size", CELLS)
+def test_every_mesh_equals_one_process(world_size, one_process):
+    cells = [keys | {"grad_clip": clip} for keys in CELLS[world_size] for clip in CLIPS]
+    results = run_ranks(run_cells, world_size, world_size, cells)
+    for rank in range(world_size):
+        for keys, run in zip(cells, results[rank], strict=True):
+            assert difference(run, one_process[keys["grad_clip"]]) < BOUND, (rank, keys)
+
+
+def count_collectives(config, mesh) -> dict[str, int]:
+    """Collectives of one whole training step of one micro-batch, by kind."""
+    model = build_model(config, mesh)
+    optimizer = make_optimizer(model, config)
+    inputs, targets = batch(0, config)
+    with CommDebugMode() as counter:
+        train_step(model, optimizer, inputs, targets, 1e-3, config, mesh)
+    return {str(op).split(".")[-1]: n for op, n in counter.get_comm_counts().items()}
+
+
+def ranks_worker(rank):
+    """What needs two ranks but no training run; asserts here, counts returned."""
+    counts = {}
+    for sequence_parallel in (True, False):
+        for n_layer in (1, 3):
+            config = small_config(2, tp=2, n_layer=n_layer, sequence_parallel=sequence_parallel, micro_batch_size=8)
+            counts[sequence_parallel, n_layer] = count_collectives(config, mesh_over_world(config, CPU))
+
+    config = small_config(2, tp=2)
+    mesh = mesh_over_world(config, CPU)
+    model = build_model(config, mesh)
+    params = list(model.parameters())
+    assert model.lm_head.weight is model.wte.weight and len(params) == len({id(p) for p in params})
+    assert all(isinstance(p, DTensor) for p in params)
+
+    inputs, targets = batch(0, config)
+    model(inputs, targets).backward()
+    grad = model.wte.weight.grad
+    assert grad.placements == (Shard(0),) and grad.to_local().shape == (512, 48)  # of 1,024 padded rows
+    reduce_gradients(params, mesh)
+    assert all(not p.grad.placements[0].is_partial() for p in params)
+
+    # every way of clipping and stepping ends in the same weights
+    whole = [p.grad.clone() for p in params]
+    outcomes = []
+    for foreach, options in ((True, {"foreach": True}), (False, {"foreach": False}), (None, {"fused": True})):
+        model = build_model(config, mesh)
+        for p, grad in zip(model.parameters(), whole, strict=True):
+            p.grad = grad.clone()
+        norm = clip_grad_norm(list(model.parameters()), 0.1, mesh, foreach=foreach)
+        make_optimizer(model, config, **options).step()
+        outcomes.append((norm, [p.to_local().clone() for p in model.parameters()]))
+    expected_norm = torch.stack([g.full_tensor().double().square().sum() for g in whole]).sum().sqrt()
+    for norm, weights in outcomes:
+        assert abs(norm.item() - expected_norm.item()) < 1e-6 * expected_norm.item()
+        for ours, theirs in zip(weights, outcomes[0][1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+    # a replicated parameter that drifts is found
+    with torch.no_grad():
+        model.ln_f.bias.to_local()[3] += 1e-7 * rank
+    with pytest.raises(AssertionError, match=r"ln_f\.bias"):
+        check_replicas(model, mesh)
+    dist.barrier()
+
+    # so is a plan that does not fit the model
+    real_plan = parallel.plan
+    for change, message in (({"h.*.mlp.c_fx": parallel.ReplicatedNorm()}, "c_fx"), ({"ln_f": None}, "leaves out ln_f")):
+        parallel.plan = lambda c, change=change: {k: v for k, v in (real_plan(c) | change).items() if v}
+        with pytest.raises(AssertionError, match=message):
+            build_model(config, mesh)
+    parallel.plan = real_plan
+    return counts
+
+
+def test_collectives_and_guards():
+    counts = run_ranks(ranks_worker, 2)[0]
+    for sequence_parallel, per_block in ((True, {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}),
+                                         (False, {"all_reduce": 4})):
+        shallow, deep = counts[sequence_parallel, 1], counts[sequence_parallel, 3]
+        grown = {op: deep[op] - shallow.get(op, 0) for op in deep if deep[op] != shallow.get(op, 0)}
+        assert grown == {op: 2 * n for op, n in per_block.items()}
+        # a step at one block: the block, both ends of the model, the loss, replicated gradients, the norm
+        assert sum(shallow.values()) <= sum(per_block.values()) + 8, shallow

@@ -1,0 +1,223 @@
+"""Train GPT-2 under tensor parallelism.
+
+    torchrun --standalone --nproc-per-node=2 train_gpt2_tp.py configs/gpt2_124m.toml --tp=2 --micro_batch_size=4
+    python train_gpt2_tp.py configs/gpt2_124m.toml --max_steps=100
+
+Read it top to bottom: config → mesh → model → optimizer → loop. `--help` lists the keys.
+"""
+
+import math
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import config as configuration
+from config import Config, UserError
+from data import Batches, Loader, unigram_entropy
+from data import check as check_split
+from mesh import Mesh, leave, start, world_size
+from metrics import Diverged, Metrics, resident_bytes
+from model import GPT
+from parallel import build_model, check_replicas, clip_grad_norm, make_optimizer, reduce_gradients
+from sample import generate
+from tokenizer import decode, encoding
+
+
+def learning_rate(step: int, c: Config) -> float:
+    """The rate of update `step`, counted from 0."""
+    if step < c.warmup_steps:
+        return c.learning_rate * (step + 1) / c.warmup_steps
+    if c.lr_schedule == "constant":
+        return c.learning_rate
+    if c.lr_schedule == "wsd":
+        left = min(1.0, (c.max_steps - step) / c.decay_steps)  # of the decay; 1 while the rate is stable
+        return c.min_lr + left * (c.learning_rate - c.min_lr)
+    done = min(1.0, (step - c.warmup_steps) / max(1, c.decay_steps - c.warmup_steps))
+    return c.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (c.learning_rate - c.min_lr)
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, batches: Batches, c: Config, mesh: Mesh) -> float:
+    """Mean loss over the first `eval_steps` batches of the validation split: the same tokens at every mesh."""
+    total = torch.zeros((), device=mesh.device)
+    for step in range(c.eval_steps):
+        inputs, targets = batches[step]
+        micro = list(zip(inputs.split(c.micro_batch_size), targets.split(c.micro_batch_size), strict=True))
+        for x, y in micro:
+            total += model(x.to(mesh.device), y.to(mesh.device)) / (len(micro) * c.eval_steps)
+    return mesh.all_mean(total).item()
+
+
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, inputs, targets, lr: float, c: Config, mesh: Mesh):
+    """One update from this data-parallel rank's rows (sequences / dp, block_size) of the global batch.
+
+    Returns the mean loss over these rows and the global gradient norm before clipping, both on the device.
+    """
+    params = list(model.parameters())
+    micro = list(zip(inputs.split(c.micro_batch_size), targets.split(c.micro_batch_size), strict=True))
+    total = torch.zeros((), device=mesh.device)
+    for x, y in micro:
+        loss = model(x, y) / len(micro)
+        loss.backward()
+        total += loss.detach()
+    reduce_gradients(params, mesh)
+    norm = clip_grad_norm(params, c.grad_clip, mesh)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, norm
+
+
+def check_data(c: Config) -> float | None:
+    """Check the shards, on rank 0; the validation split's unigram entropy in nats, if there is to be validation."""
+    check_split(c.data_dir, "train", c.vocab_size, c.total_batch_size + 1)
+    if not c.eval_interval:
+        return None
+    needed = c.eval_steps * c.total_batch_size + 1
+    shards = check_split(c.data_dir, "val", c.vocab_size)
+    tokens = sum(shard.tokens for shard in shards)
+    if tokens < needed:
+        raise UserError(f"eval_steps = {c.eval_steps} batches of total_batch_size = {c.total_batch_size} need "
+                        f"{needed:,} validation tokens, {c.data_dir} has {tokens:,}: lower eval_steps to at most "
+                        f"{(tokens - 1) // c.total_batch_size} (eval_interval = 0 for no validation)")
+    return unigram_entropy(c.data_dir, "val")
+
+
+def open_run(c: Config) -> dict | None:
+    """Make out_dir ready, on rank 0; the newest checkpoint's run.json where the run goes on from one."""
+    out = Path(c.out_dir)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out_dir = {out} is a file: choose another")
+    meta = None
+    if c.resume:
+        meta = checkpoint.read(c)
+    elif (out / "config.toml").exists() or (out / "metrics.jsonl").exists():
+        if not c.overwrite:
+            raise UserError(f"out_dir = {out} holds another run: choose another out_dir, go on with --resume=true, "
+                            "or delete it with --overwrite=true")
+        for name in ("config.toml", "metrics.jsonl", "loss.png"):
+            (out / name).unlink(missing_ok=True)
+        for name in ("checkpoints", "wandb"):
+            shutil.rmtree(out / name, ignore_errors=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.toml").write_text(configuration.dump(c))
+    except OSError as error:
+        raise UserError(f"out_dir = {out} cannot be written ({error.strerror}): choose another") from None
+    return meta
+
+
+def main(argv: list[str]) -> None:
+    c = configuration.parse(Config, argv, toml=True)
+    configuration.check(c, world_size())
+    configuration.check_torch(torch.__version__)
+    mesh = start(c)
+    entropy = mesh.on_main(lambda: check_data(c))
+    meta = mesh.on_main(lambda: open_run(c)) or {"step": 0}
+    start_step = meta["step"]
+
+    torch.set_float32_matmul_precision("highest" if c.dtype == "float32" else "high")
+    memory_before = resident_bytes()
+    model = build_model(c, mesh)
+    optimizer = make_optimizer(model, c)
+    if start_step:
+        checkpoint.load(c, mesh, model, optimizer, start_step)
+        check_replicas(model, mesh)
+    if c.compile:
+        for block in model.h:
+            block.compile()
+
+    data = {"sequences": c.sequences, "block_size": c.block_size, "seed": c.seed,
+            "dp_rank": mesh.dp_rank, "dp_size": mesh.dp}
+    loader = Loader(Batches(c.data_dir, "train", shuffle=False, **data), start_step, mesh.device)
+    val_batches = Batches(c.data_dir, "val", shuffle=False, **data) if c.eval_interval else None
+    metrics = Metrics(c, mesh, start_step, memory_before, entropy, meta.get("wandb_id"))
+    stop = StopSignal()
+    if mesh.is_main:
+        metrics.header()
+    code = 1
+    try:
+        if c.eval_interval and start_step == 0:
+            metrics.validation(0, validation_loss(model, val_batches, c, mesh))
+        step = saved = start_step
+        while step < c.max_steps and not stop.agreed(mesh):
+            inputs, targets = loader.next()
+            metrics.begin_step()
+            lr = learning_rate(step, c)
+            loss, norm = train_step(model, optimizer, inputs, targets, lr, c, mesh)
+            step += 1
+            metrics.end_step(step, loss, norm, lr, loader.data_ms)
+
+            last = step == c.max_steps
+            if due(step, c.eval_interval, last):
+                metrics.flush()
+                metrics.validation(step, validation_loss(model, val_batches, c, mesh))
+            if due(step, c.sample_interval, last):
+                metrics.sample(step, sample(model, c, mesh))
+            if due(step, c.checkpoint_interval, last):
+                metrics.flush()  # raises if the loss is no longer finite: such a state is not saved
+                checkpoint.save(c, mesh, model, optimizer, step, wandb_id=metrics.wandb_id)
+                saved = step
+        metrics.flush()
+        if stop.signal and c.checkpoint_interval and saved < step:
+            checkpoint.save(c, mesh, model, optimizer, step, wandb_id=metrics.wandb_id)
+            saved = step
+        check_replicas(model, mesh)
+        if mesh.is_main and stop.signal:
+            print(f"stopped by {stop.signal} after step {step}; " + (
+                "--resume=true goes on from there" if saved == step > 0 else "nothing was saved"), flush=True)
+        metrics.summary(step)
+        code = 0
+    finally:
+        loader.close()
+        metrics.close(code)
+    mesh.close()
+
+
+def due(step: int, interval: int, last: bool) -> bool:
+    return interval > 0 and (last or step % interval == 0)
+
+
+def sample(model: GPT, c: Config, mesh: Mesh) -> list[str]:
+    prompt = encoding().encode_ordinary("Hello, I'm a language model,")
+    return [decode(ids) for ids in generate(model, mesh, prompt, max_new_tokens=48, num_samples=2, seed=c.seed)]
+
+
+class StopSignal:
+    """SIGINT or SIGTERM, noted when it comes and acted on at a step's end by all ranks together."""
+
+    def __init__(self):
+        self.signal = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number, frame):
+        self.signal = signal.Signals(number).name
+
+    def agreed(self, mesh: Mesh) -> bool:
+        """Whether any rank got one."""
+        if mesh.any(self.signal is not None):
+            self.signal = self.signal or "a signal to another rank"
+        return self.signal is not None
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        leave(f"error: {error}", 2)
+    except Diverged as error:
+        leave(f"error: {error}", 1)
+    except KeyboardInterrupt:
+        leave("interrupted before the first step", 130)
+    except RuntimeError as error:  # torch.OutOfMemoryError on GPUs; the CPU's allocator has only this
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes(peak=True)
+        leave(f"error: out of memory at a peak of {peak / 2**30:.2f} GiB: lower micro_batch_size or block_size, "
+              "or raise tp", 2)
