@@ -1,0 +1,354 @@
+"""tensor_parallel.py beside float64 on one process, PyTorch's own DTensor styles, and a user's torchrun."""
+
+import copy
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import ROOT
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import tensor_parallel as tp
+from config import UserError
+
+C, T = 24, 12
+OPERATORS = ("mlp", "mlp sequence-parallel")
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln, self.c_fc, self.c_proj = nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(self.ln(x))))
+
+
+def relative(got, want):
+    """Largest difference over largest value; infinite where the shapes differ."""
+    if got.shape != want.shape:
+        return float("inf")
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-30)).item()
+
+
+def share(tensor, dim):
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def whole_case(*shape):
+    """A linear 24 → 36 in float64: x, w, b, grad_y and y, grad_x, grad_w, grad_b from plain autograd."""
+    torch.manual_seed(1)
+    x, w, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((*shape, C), (36, C), (36,)))
+    y = F.linear(x, w, b)
+    grad_y = torch.randn_like(y)
+    return x.detach(), w.detach(), b.detach(), grad_y, (y.detach(), *torch.autograd.grad(y, (x, w, b), grad_y))
+
+
+def plain_functions(group):
+    """Both plain pairs over several leading shapes, with and without bias, x split and whole."""
+    found = {}
+    for shape in ((), (5,), (2, 3), (2, 1, 3)):
+        x, w, b, grad_y, (y, grad_x, grad_w, grad_b) = whole_case(*shape)
+        for bias in (True, False):
+            got = tp.column_linear_forward(x, share(w, 0), group, share(b, 0) if bias else None)
+            found[f"column y {shape} {bias}"] = relative(got, share(y if bias else y - b, -1))
+            got = tp.row_linear_forward(share(x, -1), share(w, 1), group, b if bias else None)
+            found[f"row y {shape} {bias}"] = relative(got, y if bias else y - b)
+        got = tp.column_linear_backward(share(grad_y, -1), x, share(w, 0), group)
+        for name, a, e in zip("xwb", got, (grad_x, share(grad_w, 0), share(grad_b, 0)), strict=True):
+            found[f"column grad_{name} {shape}"] = relative(a, e)
+        got = tp.row_linear_backward(grad_y, share(x, -1), share(w, 1), group)
+        for name, a, e in zip("xwb", got, (share(grad_x, -1), share(grad_w, 1), grad_b), strict=True):
+            found[f"row grad_{name} {shape}"] = relative(a, e)
+        found[f"row y whole x {shape}"] = relative(
+            tp.row_linear_forward(x, share(w, 1), group, b, input_is_split=False), y)
+        got = tp.row_linear_backward(grad_y, x, share(w, 1), group, input_is_split=False)
+        for name, a, e in zip("xwb", got, (grad_x, share(grad_w, 1), grad_b), strict=True):
+            found[f"row whole grad_{name} {shape}"] = relative(a, e)
+    return found
+
+
+def by_hand(model, x, group, sequence_parallel):
+    """`model` with f and g over the shares of its weights; x and y are this rank's. Returns y and its leaves."""
+    p = {"x": x, "ln.weight": model.ln.weight, "ln.bias": model.ln.bias,
+         "c_fc.weight": share(model.c_fc.weight, 0), "c_fc.bias": share(model.c_fc.bias, 0),
+         "c_proj.weight": share(model.c_proj.weight, 1), "c_proj.bias": model.c_proj.bias}
+    p = {name: tensor.detach().clone().requires_grad_() for name, tensor in p.items()}
+    h = tp.f(F.layer_norm(p["x"], (C,), p["ln.weight"], p["ln.bias"]), group, sequence_parallel)
+    h = F.gelu(F.linear(h, p["c_fc.weight"], p["c_fc.bias"]))
+    return tp.g(F.linear(h, p["c_proj.weight"]), group, sequence_parallel) + p["c_proj.bias"], p
+
+
+def beside_dtensor(group):
+    """f and g beside stock DTensor styles: float32, the same weights, forward and every gradient."""
+    found, mesh = {}, init_device_mesh("cpu", (group.size(),))
+    for case, sequence_parallel in zip(OPERATORS, (False, True), strict=True):
+        torch.manual_seed(2)
+        model, x, grad_y = MLP(), torch.randn(2, T, C), torch.randn(2, T, C)
+        if sequence_parallel:
+            x, grad_y = share(x, 1), share(grad_y, 1)
+        y, p = by_hand(model, x, group, sequence_parallel)
+        y.backward(grad_y)
+        if sequence_parallel:
+            plan = {"ln": SequenceParallel(), "c_fc": ColwiseParallel(input_layouts=Shard(1)),
+                    "c_proj": RowwiseParallel(output_layouts=Shard(1))}
+        else:
+            plan = {"c_fc": ColwiseParallel(), "c_proj": RowwiseParallel()}
+        theirs = parallelize_module(copy.deepcopy(model), mesh, plan)
+        x = x.clone().requires_grad_()
+        theirs_y = theirs(x)
+        theirs_y.backward(grad_y)
+        pairs = {"y": (y, theirs_y), "x": (p["x"].grad, x.grad)}
+        for name, parameter in theirs.named_parameters():
+            got, want = p[name].grad, parameter.grad
+            if isinstance(want, DTensor):
+                partial = want.placements[0].is_partial() or (sequence_parallel and want.placements[0].is_replicate())
+                if partial:  # ours is this rank's term: add up
+                    dist.all_reduce(got, group=group)
+                    want = want.full_tensor()
+                else:
+                    want = want.to_local()
+            pairs[name] = got, want
+        found |= {f"{case} {name}": relative(a.detach(), b.detach()) for name, (a, b) in pairs.items()}
+    return found
+
+
+def beside_float64(group):
+    """The same operators beside the unsharded module in float64 with plain autograd."""
+    found = {}
+    for case, sequence_parallel in zip(OPERATORS, (False, True), strict=True):
+        torch.manual_seed(3)
+        model = MLP().double()
+        x, grad_y = torch.randn(2, T, C).double().requires_grad_(), torch.randn(2, T, C).double()
+        want = {"y": model(x)}
+        want["y"].backward(grad_y)
+        want |= {"x": x.grad} | {name: parameter.grad for name, parameter in model.named_parameters()}
+        cut = functools.partial(share, dim=1) if sequence_parallel else lambda tensor: tensor
+        y, p = by_hand(model, cut(x.detach()), group, sequence_parallel)
+        y.backward(cut(grad_y))
+        for name in ("ln.weight", "ln.bias", "c_proj.bias") if sequence_parallel else ():
+            dist.all_reduce(p[name].grad, group=group)
+        dims = {"c_fc.weight": 0, "c_fc.bias": 0, "c_proj.weight": 1} | (
+            {"x": 1, "y": 1} if sequence_parallel else {})
+        for name, tensor in want.items():
+            got = y if name == "y" else p[name].grad
+            found[f"{case} {name}"] = relative(
+                got.detach(), share(tensor.detach(), dims[name]) if name in dims else tensor.detach())
+    return found
+
+
+def sharded_modules(group):
+    """shard_linear: a module's forward and gradients, fused splits, and quantised rows and columns."""
+    found, rank, world = {}, group.rank(), group.size()
+    torch.manual_seed(4)
+    model = MLP().double()
+    x, grad_y = torch.randn(2, T, C).double(), torch.randn(2, T, C).double()
+    want = model(x)
+    want.backward(grad_y)
+    mine = copy.deepcopy(model)
+    tp.shard_linear(mine.c_fc, "column", group)
+    tp.shard_linear(mine.c_proj, "row", group)
+    mine.zero_grad()
+    got = mine(x)
+    got.backward(grad_y)
+    found["module y"] = relative(got.detach(), want.detach())
+    for name, dim in {"c_fc.weight": 0, "c_fc.bias": 0, "c_proj.weight": 1, "c_proj.bias": None,
+                      "ln.weight": None}.items():
+        whole = model.get_parameter(name).grad
+        found[f"module {name}"] = relative(mine.get_parameter(name).grad, whole if dim is None else share(whole, dim))
+    assert mine.c_fc.out_features == 4 * C // world and mine.c_proj.in_features == 4 * C // world
+
+    fused = nn.Linear(C, 24 + 12 + 12).double()  # k and v half as wide as q
+    q, k, v = fused(x).split([24, 12, 12], -1)
+    tp.shard_linear(fused, "column", group, weight_splits=[24, 12, 12])
+    found["fused q, k, v"] = relative(fused(x).detach(), torch.cat([share(t, -1) for t in (q, k, v)], -1).detach())
+
+    for bits, group_size in ((8, 0), (4, 8)):  # 96 inputs: groups of 8 fall whole on 1, 2, 3 and 4 ranks
+        for style, n_in, n_out in (("column", 24, 96), ("row", 96, 24)):
+            whole = tp.quantize(nn.Linear(n_in, n_out).double(), bits, group_size)
+            x = torch.randn(3, n_in).double()
+            splits = None if style == "row" else [48, 24, 24]
+            sharded = tp.shard_linear(copy.deepcopy(whole), style, group, splits)
+            got = sharded(x if style == "column" else share(x, -1))
+            want = whole(x)
+            if style == "column":
+                want = torch.cat([share(part, -1) for part in want.split(splits, -1)], -1)
+            found[f"int{bits} {style}"] = relative(got, want)
+            assert sharded.weight.numel() * world == whole.weight.numel(), "the weights are really cut"
+    assert rank == dist.get_rank()
+    return found
+
+
+def compiled(group, backend):
+    """torch.compile takes f, g and a sharded module whole, and gives what eager gives."""
+    found = {}
+    for sequence_parallel in (False, True):
+        torch.manual_seed(5)
+        model, x = MLP(), torch.randn(2, T, C)
+        x = share(x, 1) if sequence_parallel else x
+
+        def step(x, w, b, w_row, s=sequence_parallel):
+            h = F.gelu(F.linear(tp.f(x, group, s), w, b))
+            return tp.g(F.linear(h, w_row), group, s)
+
+        results = []
+        for function in (step, torch.compile(step, backend=backend, fullgraph=True)):
+            p = [t.detach().clone().requires_grad_() for t in (
+                x, share(model.c_fc.weight, 0), share(model.c_fc.bias, 0), share(model.c_proj.weight, 1))]
+            y = function(*p)
+            y.square().sum().backward()
+            results.append([y.detach(), *(t.grad for t in p)])
+        for i, (want, got) in enumerate(zip(*results, strict=True)):
+            found[f"{backend} {sequence_parallel} {i}"] = relative(got, want)
+    for name, make in {"float": lambda linear: linear, "int8": lambda linear: tp.quantize(linear, 8)}.items():
+        row = tp.shard_linear(make(nn.Linear(96, 32)), "row", group)
+        x = torch.randn(2, 96 // group.size())
+        with torch.no_grad():
+            got = torch.compile(row, backend=backend, fullgraph=True)(x)
+            found[f"{backend} {name} row module"] = relative(got, row(x))
+    return found
+
+
+def refused(group):
+    """The message of each wrong call, for a group of 2."""
+    def message(function, *args, **kwargs):
+        try:
+            function(*args, **kwargs)
+        except UserError as error:
+            return str(error)
+        return "accepted"
+
+    shard, whole = tp.shard_linear, lambda *shape: nn.Linear(*shape)
+    done = shard(whole(8, 8), "row", group)
+    packed = tp.quantize(whole(64, 64), 4).pack()
+    return {
+        "outputs": message(shard, whole(8, 9), "column", group),
+        "inputs": message(shard, whole(9, 8), "row", group),
+        "a part": message(shard, whole(8, 12), "column", group, [6, 3, 3]),
+        "the sum": message(shard, whole(8, 12), "column", group, [4, 4, 2]),
+        "style": message(shard, whole(8, 8), "diagonal", group),
+        "twice": message(shard, done, "row", group),
+        "packed": message(shard, packed, "row", group),
+        "groups": message(shard, tp.quantize(whole(96, 8), 4, 32), "row", group),
+        "plain": message(tp.row_linear_forward, torch.ones(9), torch.ones(2, 4), group, input_is_split=False),
+        "tokens": message(tp.g, torch.ones(2, 5, 4), group, True),
+    }
+
+
+def broken_walks(group):
+    """What the walk raises when the file has a mistake in it, and what for sizes that do not divide."""
+    row, enter, found = tp.row_linear_forward, tp.f, {}
+    breaks = {
+        "bias": ("row_linear_forward", lambda x, w, group, b: row(x, w, group, 2 * b)),  # added on both ranks
+        "no sum backward": ("f", lambda x, group, s=False: tp.Mirrored.apply(x, group, None, None)),
+        "a collective too many": ("f", lambda x, group, s=False: enter(tp.Mirrored.apply(
+            x, group, lambda x, group: tp._all_reduce(x, group) / 2, None), group, s)),
+        "heads": ("N_HEAD", 3)}
+    for name, (attribute, broken) in breaks.items():
+        right = getattr(tp, attribute)
+        setattr(tp, attribute, broken)
+        try:
+            tp._walk(group, torch.device("cpu"))
+        except (ArithmeticError, UserError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        setattr(tp, attribute, right)
+    return found
+
+
+def everything(rank):
+    group = dist.group.WORLD
+    found = {"float64": plain_functions(group) | beside_float64(group) | sharded_modules(group),
+             "float32": beside_dtensor(group)}
+    if group.size() == 2:
+        found["float32"] |= compiled(group, "aot_eager")
+        found |= {"refused": refused(group), "broken": broken_walks(group)}
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equal_to_unsharded_and_to_dtensor(world_size):
+    for rank, found in enumerate(run_ranks(everything, world_size)):
+        for precision, limit in (("float64", 1e-12), ("float32", 1e-6)):
+            for name, difference in found[precision].items():
+                assert difference <= limit, f"{name} on rank {rank} of {world_size}: {difference}"
+        for name, text in found.get("refused", {}).items():
+            assert text != "accepted" and "\n" not in text, f"{name}: {text}"
+        for name, text in found.get("broken", {}).items():
+            assert text.startswith({"heads": "UserError: 2 processes"}.get(name, "ArithmeticError")), f"{name}: {text}"
+        assert len(found.get("broken", {})) == (4 if world_size == 2 else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 16, 17])
+@pytest.mark.parametrize(("bits", "group_size", "shape"), [
+    (8, 0, (128, 64)), (8, 0, (40, 7)), (4, 32, (128, 48)), (4, 128, (256, 16)), (4, 2, (8, 5)), (4, 32, (64, 5))])
+def test_quantized(bits, group_size, shape, rows, dtype):
+    """Weights within half a step of the float ones, and every way of multiplying equal to float64 on the same codes."""
+    n_in, n_out = shape
+    torch.manual_seed(6)
+    linear = nn.Linear(n_in, n_out).to(dtype)
+    with torch.no_grad():
+        linear.weight[1] = 0  # as in a padded head
+    quantized = tp.quantize(linear, bits, group_size)
+    with torch.no_grad():
+        eye = torch.eye(n_in, dtype=torch.float64)
+        exact = copy.deepcopy(quantized).double()
+        weight = exact.product(eye).T  # (out, in)
+    step = exact.scale.T.repeat_interleave(n_in // exact.scale.size(0), 1)
+    assert ((weight - linear.weight.double()).abs() <= step * 0.5 * (1 + 2**-6)).all()
+    assert (weight[1] == 0).all()
+    x = torch.randn(2, rows, n_in).to(dtype)[0]
+    want = F.linear(x.double(), weight, linear.bias.double())
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    assert relative(quantized(x), want) < limit
+    assert relative(quantized(x[None])[0], want) < limit
+    packed = quantized.pack()
+    assert packed.packed == (bits == 4 and group_size >= 32 and n_out % 16 == 0)
+    assert relative(packed.pack()(x), want) < limit
+    assert relative(packed(x[None, None])[0, 0], want) < limit
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(3, 32), (4, 0), (4, 5), (4, 48), (4, -2)])
+def test_quantize_refuses(bits, group_size):
+    with pytest.raises(UserError, match="bits must be 8, or 4 with an even group_size that divides the 32 inputs"):
+        tp.quantize(nn.Linear(32, 16), bits, group_size)
+
+
+def run(*command):
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_walk_as_a_user_runs_it():
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "tensor_parallel.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "Rank 0: SUCCESS"
+    shapes = [line.split(":")[0].strip() for line in lines if line.startswith("    rank ")]
+    assert len(shapes) == 14 and shapes == ["rank 0", "rank 1"] * 7, "shapes of the ranks in order"
+    assert "    rank 1: x (2, 12, 96), w (48, 96), b (48,), y (2, 12, 48)" in lines
+
+
+def test_walk_without_torchrun_and_a_wrong_argument():
+    alone, wrong = run("tensor_parallel.py"), run("tensor_parallel.py", "--fast")
+    assert (alone.returncode, alone.stdout.splitlines()[-1]) == (0, "Rank 0: SUCCESS")
+    assert (wrong.returncode, wrong.stdout) == (
+        2, "error: unexpected argument '--fast': tensor_parallel.py takes none\n")
+
+
+def test_a_failing_walk_says_so_and_exits_with_1(tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "import sys, tensor_parallel as tp\nright = tp.row_linear_forward\n"
+        "tp.row_linear_forward = lambda x, w, group, b: right(x, w, group, b * group.size())\nsys.exit(tp.main())\n")
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "broken.py"))
+    assert done.returncode == 1 and "SUCCESS" not in done.stdout
+    assert done.stdout.count("FAILED: y on rank 0 is off the unsharded computation by") == 1
