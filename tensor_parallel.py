@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
 
 from config import UserError
 
@@ -159,7 +158,7 @@ class QuantizedLinear(nn.Module):
 
     def product(self, x):
         """x Wᵀ without the bias, which a row-parallel linear adds after the sum over ranks."""
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, self.in_features).contiguous()
         if self.packed:
             y = torch._weight_int4pack_mm_for_cpu(rows, self.weight, self.group_size, self.scale)
         elif self.bits == 4:
@@ -286,6 +285,7 @@ def _check(shapes, got, want):
 
 def _autograd(function, grad_y, p):
     """y and the gradients of function(p), by name, and the collectives of its forward and of its backward."""
+    from torch.distributed.tensor.debug import CommDebugMode  # a second's import, which sample.py need not wait for
     p = {name: tensor.clone().requires_grad_() for name, tensor in p.items()}
     with CommDebugMode() as forward:
         y = function(p)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import os
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from conftest import ROOT
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -40,8 +39,8 @@ def relative(got, want):
     return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-30)).item()
 
 
-def share(tensor, dim):
-    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+def share(tensor, dim, group):
+    return tensor.chunk(group.size(), dim)[group.rank()]
 
 
 def whole_case(*shape):
@@ -59,20 +58,20 @@ def plain_functions(group):
     for shape in ((), (5,), (2, 3), (2, 1, 3)):
         x, w, b, grad_y, (y, grad_x, grad_w, grad_b) = whole_case(*shape)
         for bias in (True, False):
-            got = tp.column_linear_forward(x, share(w, 0), group, share(b, 0) if bias else None)
-            found[f"column y {shape} {bias}"] = relative(got, share(y if bias else y - b, -1))
-            got = tp.row_linear_forward(share(x, -1), share(w, 1), group, b if bias else None)
+            got = tp.column_linear_forward(x, share(w, 0, group), group, share(b, 0, group) if bias else None)
+            found[f"column y {shape} {bias}"] = relative(got, share(y if bias else y - b, -1, group))
+            got = tp.row_linear_forward(share(x, -1, group), share(w, 1, group), group, b if bias else None)
             found[f"row y {shape} {bias}"] = relative(got, y if bias else y - b)
-        got = tp.column_linear_backward(share(grad_y, -1), x, share(w, 0), group)
-        for name, a, e in zip("xwb", got, (grad_x, share(grad_w, 0), share(grad_b, 0)), strict=True):
+        got = tp.column_linear_backward(share(grad_y, -1, group), x, share(w, 0, group), group)
+        for name, a, e in zip("xwb", got, (grad_x, share(grad_w, 0, group), share(grad_b, 0, group)), strict=True):
             found[f"column grad_{name} {shape}"] = relative(a, e)
-        got = tp.row_linear_backward(grad_y, share(x, -1), share(w, 1), group)
-        for name, a, e in zip("xwb", got, (share(grad_x, -1), share(grad_w, 1), grad_b), strict=True):
+        got = tp.row_linear_backward(grad_y, share(x, -1, group), share(w, 1, group), group)
+        for name, a, e in zip("xwb", got, (share(grad_x, -1, group), share(grad_w, 1, group), grad_b), strict=True):
             found[f"row grad_{name} {shape}"] = relative(a, e)
         found[f"row y whole x {shape}"] = relative(
-            tp.row_linear_forward(x, share(w, 1), group, b, input_is_split=False), y)
-        got = tp.row_linear_backward(grad_y, x, share(w, 1), group, input_is_split=False)
-        for name, a, e in zip("xwb", got, (grad_x, share(grad_w, 1), grad_b), strict=True):
+            tp.row_linear_forward(x, share(w, 1, group), group, b, input_is_split=False), y)
+        got = tp.row_linear_backward(grad_y, x, share(w, 1, group), group, input_is_split=False)
+        for name, a, e in zip("xwb", got, (grad_x, share(grad_w, 1, group), grad_b), strict=True):
             found[f"row whole grad_{name} {shape}"] = relative(a, e)
     return found
 
@@ -80,8 +79,8 @@ def plain_functions(group):
 def by_hand(model, x, group, sequence_parallel):
     """`model` with f and g over the shares of its weights; x and y are this rank's. Returns y and its leaves."""
     p = {"x": x, "ln.weight": model.ln.weight, "ln.bias": model.ln.bias,
-         "c_fc.weight": share(model.c_fc.weight, 0), "c_fc.bias": share(model.c_fc.bias, 0),
-         "c_proj.weight": share(model.c_proj.weight, 1), "c_proj.bias": model.c_proj.bias}
+         "c_fc.weight": share(model.c_fc.weight, 0, group), "c_fc.bias": share(model.c_fc.bias, 0, group),
+         "c_proj.weight": share(model.c_proj.weight, 1, group), "c_proj.bias": model.c_proj.bias}
     p = {name: tensor.detach().clone().requires_grad_() for name, tensor in p.items()}
     h = tp.f(F.layer_norm(p["x"], (C,), p["ln.weight"], p["ln.bias"]), group, sequence_parallel)
     h = F.gelu(F.linear(h, p["c_fc.weight"], p["c_fc.bias"]))
@@ -90,12 +89,12 @@ def by_hand(model, x, group, sequence_parallel):
 
 def beside_dtensor(group):
     """f and g beside stock DTensor styles: float32, the same weights, forward and every gradient."""
-    found, mesh = {}, init_device_mesh("cpu", (group.size(),))
+    found, mesh = {}, DeviceMesh.from_group(group, "cpu")
     for case, sequence_parallel in zip(OPERATORS, (False, True), strict=True):
         torch.manual_seed(2)
         model, x, grad_y = MLP(), torch.randn(2, T, C), torch.randn(2, T, C)
         if sequence_parallel:
-            x, grad_y = share(x, 1), share(grad_y, 1)
+            x, grad_y = share(x, 1, group), share(grad_y, 1, group)
         y, p = by_hand(model, x, group, sequence_parallel)
         y.backward(grad_y)
         if sequence_parallel:
@@ -132,7 +131,7 @@ def beside_float64(group):
         want = {"y": model(x)}
         want["y"].backward(grad_y)
         want |= {"x": x.grad} | {name: parameter.grad for name, parameter in model.named_parameters()}
-        cut = functools.partial(share, dim=1) if sequence_parallel else lambda tensor: tensor
+        cut = functools.partial(share, dim=1, group=group) if sequence_parallel else lambda tensor: tensor
         y, p = by_hand(model, cut(x.detach()), group, sequence_parallel)
         y.backward(cut(grad_y))
         for name in ("ln.weight", "ln.bias", "c_proj.bias") if sequence_parallel else ():
@@ -142,13 +141,13 @@ def beside_float64(group):
         for name, tensor in want.items():
             got = y if name == "y" else p[name].grad
             found[f"{case} {name}"] = relative(
-                got.detach(), share(tensor.detach(), dims[name]) if name in dims else tensor.detach())
+                got.detach(), share(tensor.detach(), dims[name], group) if name in dims else tensor.detach())
     return found
 
 
 def sharded_modules(group):
     """shard_linear: a module's forward and gradients, fused splits, and quantised rows and columns."""
-    found, rank, world = {}, group.rank(), group.size()
+    found, world = {}, group.size()
     torch.manual_seed(4)
     model = MLP().double()
     x, grad_y = torch.randn(2, T, C).double(), torch.randn(2, T, C).double()
@@ -164,13 +163,15 @@ def sharded_modules(group):
     for name, dim in {"c_fc.weight": 0, "c_fc.bias": 0, "c_proj.weight": 1, "c_proj.bias": None,
                       "ln.weight": None}.items():
         whole = model.get_parameter(name).grad
-        found[f"module {name}"] = relative(mine.get_parameter(name).grad, whole if dim is None else share(whole, dim))
+        whole = whole if dim is None else share(whole, dim, group)
+        found[f"module {name}"] = relative(mine.get_parameter(name).grad, whole)
     assert mine.c_fc.out_features == 4 * C // world and mine.c_proj.in_features == 4 * C // world
 
     fused = nn.Linear(C, 24 + 12 + 12).double()  # k and v half as wide as q
     q, k, v = fused(x).split([24, 12, 12], -1)
     tp.shard_linear(fused, "column", group, weight_splits=[24, 12, 12])
-    found["fused q, k, v"] = relative(fused(x).detach(), torch.cat([share(t, -1) for t in (q, k, v)], -1).detach())
+    want = torch.cat([share(part, -1, group) for part in (q, k, v)], -1)
+    found["fused q, k, v"] = relative(fused(x).detach(), want.detach())
 
     for bits, group_size in ((8, 0), (4, 8)):  # 96 inputs: groups of 8 fall whole on 1, 2, 3 and 4 ranks
         for style, n_in, n_out in (("column", 24, 96), ("row", 96, 24)):
@@ -178,43 +179,41 @@ def sharded_modules(group):
             x = torch.randn(3, n_in).double()
             splits = None if style == "row" else [48, 24, 24]
             sharded = tp.shard_linear(copy.deepcopy(whole), style, group, splits)
-            got = sharded(x if style == "column" else share(x, -1))
+            got = sharded(x if style == "column" else share(x, -1, group))
             want = whole(x)
             if style == "column":
-                want = torch.cat([share(part, -1) for part in want.split(splits, -1)], -1)
+                want = torch.cat([share(part, -1, group) for part in want.split(splits, -1)], -1)
             found[f"int{bits} {style}"] = relative(got, want)
             assert sharded.weight.numel() * world == whole.weight.numel(), "the weights are really cut"
-    assert rank == dist.get_rank()
     return found
 
 
-def compiled(group, backend):
-    """torch.compile takes f, g and a sharded module whole, and gives what eager gives."""
-    found = {}
-    for sequence_parallel in (False, True):
-        torch.manual_seed(5)
-        model, x = MLP(), torch.randn(2, T, C)
-        x = share(x, 1) if sequence_parallel else x
+def compiled(group):
+    """torch.compile takes f, g and sharded modules whole, and gives what eager gives."""
+    torch.manual_seed(5)
+    model, x, found = MLP(), torch.randn(2, T, C), {}
+    weights = share(model.c_fc.weight, 0, group), share(model.c_fc.bias, 0, group), share(model.c_proj.weight, 1, group)
 
-        def step(x, w, b, w_row, s=sequence_parallel):
-            h = F.gelu(F.linear(tp.f(x, group, s), w, b))
-            return tp.g(F.linear(h, w_row), group, s)
+    def both_ways(x, w_column, b_column, w_row):
+        for s in (False, True):
+            x = share(x, 1, group) if s else x
+            h = F.gelu(F.linear(tp.f(x, group, s), w_column, b_column))
+            x = tp.g(F.linear(h, w_row), group, s)
+        return x
 
-        results = []
-        for function in (step, torch.compile(step, backend=backend, fullgraph=True)):
-            p = [t.detach().clone().requires_grad_() for t in (
-                x, share(model.c_fc.weight, 0), share(model.c_fc.bias, 0), share(model.c_proj.weight, 1))]
-            y = function(*p)
-            y.square().sum().backward()
-            results.append([y.detach(), *(t.grad for t in p)])
-        for i, (want, got) in enumerate(zip(*results, strict=True)):
-            found[f"{backend} {sequence_parallel} {i}"] = relative(got, want)
-    for name, make in {"float": lambda linear: linear, "int8": lambda linear: tp.quantize(linear, 8)}.items():
-        row = tp.shard_linear(make(nn.Linear(96, 32)), "row", group)
+    results = []
+    for function in (both_ways, torch.compile(both_ways, backend="aot_eager", fullgraph=True)):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, *weights)]
+        y = function(*leaves)
+        y.square().sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    found |= {f"compiled {i}": relative(got, want) for i, (want, got) in enumerate(zip(*results, strict=True))}
+    rows = nn.ModuleList(tp.shard_linear(make(nn.Linear(96, 32)), "row", group)
+                         for make in (lambda linear: linear, lambda linear: tp.quantize(linear, 8)))
+    with torch.no_grad():
         x = torch.randn(2, 96 // group.size())
-        with torch.no_grad():
-            got = torch.compile(row, backend=backend, fullgraph=True)(x)
-            found[f"{backend} {name} row module"] = relative(got, row(x))
+        got = torch.compile(lambda x: [row(x) for row in rows], backend="aot_eager", fullgraph=True)(x)
+        found |= {f"compiled row {i}": relative(got[i], row(x)) for i, row in enumerate(rows)}
     return found
 
 
@@ -264,27 +263,46 @@ def broken_walks(group):
     return found
 
 
-def everything(rank):
+def compare(group):
+    return {"float64": plain_functions(group) | beside_float64(group) | sharded_modules(group),
+            "float32": beside_dtensor(group)}
+
+
+def two_ranks(rank):
     group = dist.group.WORLD
-    found = {"float64": plain_functions(group) | beside_float64(group) | sharded_modules(group),
-             "float32": beside_dtensor(group)}
-    if group.size() == 2:
-        found["float32"] |= compiled(group, "aot_eager")
-        found |= {"refused": refused(group), "broken": broken_walks(group)}
-    return found
+    found = compare(group)
+    found["float32"] |= compiled(group)
+    return found, refused(group), broken_walks(group)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_unsharded_and_to_dtensor(world_size):
-    for rank, found in enumerate(run_ranks(everything, world_size)):
-        for precision, limit in (("float64", 1e-12), ("float32", 1e-6)):
-            for name, difference in found[precision].items():
-                assert difference <= limit, f"{name} on rank {rank} of {world_size}: {difference}"
-        for name, text in found.get("refused", {}).items():
+def one_three_and_four_ranks(rank):
+    """All four ranks; then rank 0 alone beside a group of 1, 2, 3, whose ranks in the group are others."""
+    alone, three = dist.new_group([0]), dist.new_group([1, 2, 3])
+    return compare(dist.group.WORLD), compare(alone if rank == 0 else three)
+
+
+def assert_equal(found, where):
+    for precision, limit in (("float64", 1e-12), ("float32", 1e-6)):
+        assert found[precision]
+        for name, difference in found[precision].items():
+            assert difference <= limit, f"{name} {where}: {difference}"
+
+
+def test_two_ranks():
+    for rank, (found, refusals, broken) in enumerate(run_ranks(two_ranks, 2)):
+        assert_equal(found, f"on rank {rank} of 2")
+        for name, text in refusals.items():
             assert text != "accepted" and "\n" not in text, f"{name}: {text}"
-        for name, text in found.get("broken", {}).items():
-            assert text.startswith({"heads": "UserError: 2 processes"}.get(name, "ArithmeticError")), f"{name}: {text}"
-        assert len(found.get("broken", {})) == (4 if world_size == 2 else 0)
+        assert len(broken) == 4, broken
+        for name, text in broken.items():
+            expected = "UserError: 2 processes" if name == "heads" else "ArithmeticError"
+            assert text.startswith(expected), f"{name}: {text}"
+
+
+def test_one_three_and_four_ranks():
+    for rank, (four, fewer) in enumerate(run_ranks(one_three_and_four_ranks, 4)):
+        assert_equal(four, f"on rank {rank} of 4")
+        assert_equal(fewer, f"on rank {rank}, of a group of 1 or 3")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -315,6 +333,8 @@ def test_quantized(bits, group_size, shape, rows, dtype):
     assert packed.packed == (bits == 4 and group_size >= 32 and n_out % 16 == 0)
     assert relative(packed.pack()(x), want) < limit
     assert relative(packed(x[None, None])[0, 0], want) < limit
+    strided = x.repeat_interleave(3, 0)[:, None].expand(-1, 2, -1)[::3, 1]  # as the last position of each prompt
+    assert relative(quantized(strided), want) < limit
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(3, 32), (4, 0), (4, 5), (4, 48), (4, -2)])
@@ -323,32 +343,30 @@ def test_quantize_refuses(bits, group_size):
         tp.quantize(nn.Linear(32, 16), bits, group_size)
 
 
-def run(*command):
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
-
-
 def test_walk_as_a_user_runs_it():
-    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "tensor_parallel.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "tensor_parallel.py"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "Rank 0: SUCCESS"
     shapes = [line.split(":")[0].strip() for line in lines if line.startswith("    rank ")]
-    assert len(shapes) == 14 and shapes == ["rank 0", "rank 1"] * 7, "shapes of the ranks in order"
+    assert shapes == ["rank 0", "rank 1"] * 7, "shapes of the ranks in order"
     assert "    rank 1: x (2, 12, 96), w (48, 96), b (48,), y (2, 12, 48)" in lines
 
 
-def test_walk_without_torchrun_and_a_wrong_argument():
-    alone, wrong = run("tensor_parallel.py"), run("tensor_parallel.py", "--fast")
-    assert (alone.returncode, alone.stdout.splitlines()[-1]) == (0, "Rank 0: SUCCESS")
-    assert (wrong.returncode, wrong.stdout) == (
-        2, "error: unexpected argument '--fast': tensor_parallel.py takes none\n")
-
-
-def test_a_failing_walk_says_so_and_exits_with_1(tmp_path):
-    (tmp_path / "broken.py").write_text(
-        "import sys, tensor_parallel as tp\nright = tp.row_linear_forward\n"
-        "tp.row_linear_forward = lambda x, w, group, b: right(x, w, group, b * group.size())\nsys.exit(tp.main())\n")
-    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "broken.py"))
-    assert done.returncode == 1 and "SUCCESS" not in done.stdout
-    assert done.stdout.count("FAILED: y on rank 0 is off the unsharded computation by") == 1
+@pytest.mark.parametrize(("arguments", "broken", "code", "last"), [
+    ([], False, 0, "Rank 0: SUCCESS"),
+    (["--fast"], False, 2, "error: unexpected argument '--fast': tensor_parallel.py takes none"),
+    ([], True, 1, "Rank 0: FAILED: y on rank 0 is off the unsharded computation by "),
+])
+def test_walk_without_torchrun(arguments, broken, code, last, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tensor_parallel.py", *arguments])
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    if broken:
+        right = tp.row_linear_forward
+        monkeypatch.setattr(tp, "row_linear_forward", lambda x, w, group, b: right(x, w, group, 2 * b))
+    assert tp.main() == code
+    assert capsys.readouterr().out.splitlines()[-1].startswith(last)
+    assert not dist.is_initialized()
