@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -40,7 +41,9 @@ def save(config: Config, mesh: Mesh, model: GPT, optimizer: torch.optim.Optimize
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     mesh.on_main(prepare)
-    dcp.save(_state(model, optimizer), checkpoint_id=partial, no_dist=mesh.world_size == 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process has no group
+        dcp.save(_state(model, optimizer), checkpoint_id=partial, no_dist=mesh.world_size == 1)
 
     def finish():
         meta = {"step": step, "config": vars(config)} | extra
@@ -77,7 +80,9 @@ def read(config: Config) -> dict | None:
 def load(config: Config, mesh: Mesh, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Fill model and optimizer, in place, from the checkpoint of `step`. All ranks call it."""
     _start_state(optimizer)
-    dcp.load(_state(model, optimizer), checkpoint_id=folder(config, step), no_dist=mesh.world_size == 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(_state(model, optimizer), checkpoint_id=folder(config, step), no_dist=mesh.world_size == 1)
 
 
 def _state(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

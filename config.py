@@ -65,6 +65,8 @@ class Config:
     """Tokens a step, over all ranks and micro-batches."""
     micro_batch_size: int = 16
     """Sequences a data-parallel rank holds at a time; lower it when memory runs out."""
+    shuffle: bool = False
+    """Take the windows of each epoch in an order drawn from the seed; false keeps the files' order."""
     max_steps: int = 19073
     """Optimizer steps of the run."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"

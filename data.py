@@ -266,7 +266,7 @@ class Batches:
         rows = np.empty((len(self.rows), self.block_size + 1), dtype=np.int64)
         for out, row in zip(rows, self.rows, strict=True):
             window = batch * self.sequences + row
-            if self.shuffle and epoch:
+            if self.shuffle:
                 window = permute(window, self.windows, f"{self.seed}/{epoch}")
             self._read(window * self.block_size, out)
         rows = torch.from_numpy(rows)
@@ -328,3 +328,44 @@ class Loader:
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
+
+
+@dataclass
+class Options:
+    """Show a folder of token shards."""
+
+    sequences: int = 512
+    """Sequences of a global batch, for the steps an epoch."""
+    block_size: int = 1024
+    """Tokens a sequence."""
+    vocab_size: int = VOCAB_SIZE
+    """Token ids must be below this."""
+
+
+def main(argv: list[str]) -> None:
+    folders = [word for word in argv[:1] if not word.startswith("-")]
+    options = parse(Options, argv[len(folders):])
+    if not folders:
+        raise UserError("name a folder of shards first: python data.py data/stdlib")
+    folder, problems = Path(folders[0]), []
+    batch = options.sequences * options.block_size
+    for split in ("train", "val"):
+        try:
+            shards = check(folder, split, options.vocab_size)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        for shard in shards:
+            ids = shard.read(0, min(12, shard.tokens)).tolist()
+            print(f"{shard.path.name:<32}{shard.tokens:>14,} {shard.dtype}  {decode(ids)!r}")
+        tokens = sum(shard.tokens for shard in shards)
+        print(f"{split}: {tokens:,} tokens in {len(shards)} shards; {(tokens - 1) // options.block_size // options.sequences:,} steps of {batch:,} tokens an epoch")
+    problems += _wrong_checksums(folder)
+    for problem in problems:
+        print(f"problem: {problem}")
+    if problems:
+        raise UserError(f"{folder}: {len(problems)} problem{'s' * (len(problems) > 1)}")
+
+
+if __name__ == "__main__":
+    run(main)

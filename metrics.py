@@ -117,13 +117,14 @@ class Metrics:
             padding.append(f"{sizes.heads} heads for {real.heads}: attention {sizes.heads / real.heads - 1:+.0%}")
         if sizes.hidden != real.hidden:
             padding.append(f"{sizes.hidden} hidden units for {real.hidden}")
+        micro = c.accumulation(mesh.dp)
         with_sp = ", sequence parallel" if c.sequence_parallel else ""
         with_lp = ", loss parallel" if c.loss_parallel else ""
         print(f"model   GPT-2, {parameters(c) / 1e6:.1f}M parameters: {c.n_layer} layers, {c.n_head} heads, "
               f"width {c.n_embd}, context {c.block_size}; {'; '.join(padding)}\n"
               f"mesh    {mesh.world_size} × {device_name(mesh.device)}: dp {mesh.dp} × tp {mesh.tp}"
               f"{(with_sp + with_lp) if mesh.tp > 1 else ''}\n"
-              f"batch   {c.total_batch_size:,} tokens a step: {c.accumulation(mesh.dp)} micro-batches of "
+              f"batch   {c.total_batch_size:,} tokens a step: {micro} micro-batch{'es' * (micro > 1)} of "
               f"{c.micro_batch_size} × {c.block_size} on {mesh.dp} data-parallel rank{'s' * (mesh.dp > 1)}\n"
               f"numbers {c.dtype} compute, float32 weights{', blocks compiled' if c.compile else ''}; "
               f"fused AdamW, decay {c.weight_decay} on {len(decay)} tensors ({sum(decay):,} parameters), "

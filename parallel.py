@@ -190,33 +190,54 @@ def build_model(config: Config, mesh: Mesh) -> GPT:
         model = GPT(config, Sizes.padded(config, mesh.tp))
     if mesh.tp > 1:
         apply_plan(model, config, mesh.device_mesh["tp"])
-    shapes = real_shapes(config)
-    for name, p in list(model.named_parameters()):
-        value = initial_value(name, shapes[name], config)
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(_like(p, value, mesh)))
+    model.to_empty(device=mesh.device)
     model.tie()
+    shapes = real_shapes(config)
+    for name, p in model.named_parameters():
+        fill(p, initial_value(name, shapes[name], config))
     assert model.lm_head.weight is model.wte.weight, "the tie is lost"
     check_replicas(model, mesh)
     return model
 
 
-def _like(p: torch.Tensor, value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """`value` (whole, without padding) laid out as the meta parameter `p` is (this rank's shard, with zero padding)."""
-    if not isinstance(p, DTensor):
-        full = torch.zeros(p.shape, device=mesh.device)
-        full[tuple(map(slice, value.shape))] = value.to(mesh.device)
-        return full
-    placement, local = p.placements[0], torch.zeros(p.to_local().shape, device=mesh.device)
-    if placement.is_shard():
-        first = mesh.tp_rank * local.shape[placement.dim]
-        count = min(max(value.shape[placement.dim] - first, 0), local.shape[placement.dim])
-        if count:
-            value = value.narrow(placement.dim, first, count)
-            local[tuple(map(slice, value.shape))] = value.to(mesh.device)
-    else:
-        local.copy_(value)
-    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+def box(p: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Where this rank's part lies in the whole (padded) parameter `p`: offsets and sizes, one of each a dimension.
+
+    tp cuts first, dp_shard what tp has left, in pieces as torch.chunk makes them, so a part is one contiguous box.
+    """
+    offsets, sizes = [0] * p.ndim, list(p.shape)
+    if isinstance(p, DTensor):
+        placements = dict(zip(p.device_mesh.mesh_dim_names, p.placements, strict=True))
+        for dim in ("tp", "dp_shard"):
+            if dim in placements and placements[dim].is_shard():
+                d, mesh = placements[dim].dim, p.device_mesh[dim]
+                piece = -(-sizes[d] // mesh.size())
+                begin = min(mesh.get_local_rank() * piece, sizes[d])
+                offsets[d], sizes[d] = offsets[d] + begin, min(piece, sizes[d] - begin)
+    return offsets, sizes
+
+
+def real_part(p: torch.Tensor, real: torch.Size) -> tuple[torch.Tensor, list[int]]:
+    """This rank's part of `p` (or of a moment laid out as `p` is) without padding, as a view, and its offsets.
+
+    `real` is the parameter's shape without padding (`model.real_shapes`). The view is empty on a rank that holds
+    nothing but padding; its offsets are then inside `real`.
+    """
+    offsets, sizes = box(p)
+    part = local(p)
+    for d, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        begin = min(offset, real[d])
+        part = part.narrow(d, 0, min(size, real[d] - begin))
+        offsets[d] = begin
+    return part, offsets
+
+
+@torch.no_grad()
+def fill(p: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy this rank's part of `value`, whole and without padding, into `p`; padding becomes zero."""
+    local(p).zero_()
+    part, offsets = real_part(p, value.shape)
+    part.copy_(value[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))])
 
 
 def local(x: torch.Tensor) -> torch.Tensor:

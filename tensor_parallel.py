@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode  # here: imported after init, it keeps the group alive
 
 from config import UserError
 
@@ -285,7 +286,6 @@ def _check(shapes, got, want):
 
 def _autograd(function, grad_y, p):
     """y and the gradients of function(p), by name, and the collectives of its forward and of its backward."""
-    from torch.distributed.tensor.debug import CommDebugMode  # a second's import, which sample.py need not wait for
     p = {name: tensor.clone().requires_grad_() for name, tensor in p.items()}
     with CommDebugMode() as forward:
         y = function(p)

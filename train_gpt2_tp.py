@@ -134,8 +134,8 @@ def main(argv: list[str]) -> None:
 
     data = {"sequences": c.sequences, "block_size": c.block_size, "seed": c.seed,
             "dp_rank": mesh.dp_rank, "dp_size": mesh.dp}
-    loader = Loader(Batches(c.data_dir, "train", shuffle=False, **data), start_step, mesh.device)
-    val_batches = Batches(c.data_dir, "val", shuffle=False, **data) if c.eval_interval else None
+    loader = Loader(Batches(c.data_dir, "train", shuffle=c.shuffle, **data), start_step, mesh.device)
+    val_batches = Batches(c.data_dir, "val", **data) if c.eval_interval else None
     metrics = Metrics(c, mesh, start_step, memory_before, entropy, meta.get("wandb_id"))
     stop = StopSignal()
     if mesh.is_main:
