@@ -147,18 +147,18 @@ def check(config: Config, world_size: int) -> None:
             raise UserError(f"{name} = {getattr(c, name)}: it must be in [0, 1)")
     if c.vocab_size > 2**16:
         raise UserError(f"vocab_size = {c.vocab_size}: token shards are uint16, so at most 65536")
-    if c.n_embd % c.n_head:
-        raise UserError(f"n_embd = {c.n_embd} is not divisible by n_head = {c.n_head}: "
-                        f"head_dim must be whole; try n_embd = {math.ceil(c.n_embd / c.n_head) * c.n_head}")
-    if c.sequence_parallel and c.block_size % c.tp:
-        raise UserError(f"block_size = {c.block_size} is not divisible by tp = {c.tp}, which sequence_parallel needs: "
-                        f"try block_size = {math.ceil(c.block_size / c.tp) * c.tp} or sequence_parallel = false")
     if c.dp_replicate == -1 and world_size % c.tp == 0:
         c.dp_replicate = world_size // c.tp
     if c.dp_replicate < 1 or c.tp * c.dp_replicate != world_size:
         raise UserError(f"tp = {c.tp} with dp_replicate = {c.dp_replicate} does not fill {world_size} process"
                         f"{'es' * (world_size > 1)}: tp · dp_replicate must equal torchrun's --nproc-per-node "
                         "times its nodes (dp_replicate = -1 takes what tp leaves)")
+    if c.n_embd % c.n_head:
+        raise UserError(f"n_embd = {c.n_embd} is not divisible by n_head = {c.n_head}: "
+                        f"head_dim must be whole; try n_embd = {math.ceil(c.n_embd / c.n_head) * c.n_head}")
+    if c.sequence_parallel and c.block_size % c.tp:
+        raise UserError(f"block_size = {c.block_size} is not divisible by tp = {c.tp}, which sequence_parallel needs: "
+                        f"try block_size = {math.ceil(c.block_size / c.tp) * c.tp} or sequence_parallel = false")
     if c.total_batch_size % c.block_size:
         raise UserError(f"total_batch_size = {c.total_batch_size} (tokens) is not divisible by "
                         f"block_size = {c.block_size}")

@@ -7,11 +7,10 @@ windows share no target, may cross from one shard into the next, and number (N -
 Step s takes windows k·B … k·B + B - 1 (B = sequences of the global batch, k = s modulo the steps of an epoch) and
 dp rank r of R the r-th contiguous B/R of them: nothing but (files, seed, B, T, s) decides, so the step is all the state
 there is. An epoch is (N - 1) // T // B steps. Each token is a target once an epoch, but for the split's first token,
-which nothing precedes, and fewer than B·T at its end. With `shuffle`, epochs after the first (which reads the
-files in order, as they were shuffled when written) take the windows in an order drawn from (seed, epoch); those left
-out at the end then differ from epoch to epoch.
+which nothing precedes, and fewer than B·T at its end. With `shuffle`, each epoch takes the windows in an order of its
+own, drawn from (seed, epoch), and which are left out differs; without, each is the files from the beginning.
 
-`python data.py DIR` shows a folder's shards and every problem found.
+`python data.py DIR [configs/NAME.toml]` shows a folder's shards, the epochs of a run, and every problem found.
 """
 
 import contextlib
@@ -28,7 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config import VOCAB_SIZE, UserError
+from config import VOCAB_SIZE, Config, UserError, parse, run
+from config import check as check_config
 
 MANIFEST = "manifest.json"  # written by fineweb.py
 CHECKED = ".checked.json"  # file → [size, mtime, smallest id, largest id], so that a shard is scanned once
@@ -124,8 +124,7 @@ def find(data_dir: str | Path, split: str) -> list[Shard]:
     folder = Path(data_dir)
     if not folder.is_dir():
         raise UserError(f"data_dir {folder}: no such folder; {MAKE_SHARDS.format(folder)}")
-    pattern = re.compile(rf"(?:.*_)?{split}(?:_\d+)?\.(?:npy|bin)")
-    paths = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+    paths = _paths(folder, split)
     listed = _manifest(folder)
     if not paths:
         raise UserError(f"data_dir {folder}: no {split} shards ({split}_000000.npy or the like); "
@@ -139,20 +138,26 @@ def find(data_dir: str | Path, split: str) -> list[Shard]:
         for name in sorted(listed.keys() - {path.name for path in folder.iterdir()}):
             raise UserError(f"{folder / name}: listed in {MANIFEST} but missing; run the same fineweb.py command again")
         for shard in shards:
-            if listed.get(shard.path.name) != shard.tokens:
-                raise UserError(f"{shard.path}: {shard.tokens} tokens, but {MANIFEST} says "
-                                f"{listed.get(shard.path.name)}; run the same fineweb.py command again, or delete what does not belong here")
+            noted = listed.get(shard.path.name, {}).get("tokens")
+            if noted != shard.tokens:
+                raise UserError(f"{shard.path}: {shard.tokens} tokens, but {MANIFEST} says {noted}; run the same "
+                                "fineweb.py command again, or delete what does not belong here")
     return shards
 
 
-def _manifest(folder: Path) -> dict[str, int] | None:
-    """Tokens by file name as fineweb.py noted them; None where there is no manifest."""
+def _paths(folder: Path, split: str) -> list[Path]:
+    pattern = re.compile(rf"(?:.*_)?{split}(?:_\d+)?\.(?:npy|bin)")
+    return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+
+
+def _manifest(folder: Path) -> dict[str, dict] | None:
+    """What fineweb.py noted of each file; None where there is no manifest."""
     path = folder / MANIFEST
     if not path.exists():
         return None
     try:
         manifest = json.loads(path.read_text())
-        complete, listed = manifest["complete"], {shard["file"]: shard["tokens"] for shard in manifest["shards"]}
+        complete, listed = manifest["complete"], {shard["file"]: shard for shard in manifest["shards"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: unreadable ({error!r}); delete it, or run fineweb.py with --overwrite=true") from None
     if not complete:
@@ -178,42 +183,38 @@ def check(data_dir: str | Path, split: str, vocab_size: int = VOCAB_SIZE, min_to
     if tokens < min_tokens:
         raise UserError(f"data_dir {data_dir}: {tokens} {split} tokens, but one batch needs {min_tokens}; "
                         "make more shards, or lower total_batch_size")
-    sidecar = Path(data_dir) / CHECKED
+    check_ids(shards, vocab_size)
+    return shards
+
+
+def check_ids(shards: list[Shard], vocab_size: int) -> None:
+    """Look at every token, or at the range that the folder's sidecar remembers of a file not changed since."""
+    sidecar = shards[0].path.parent / CHECKED
     try:
         known = dict(json.loads(sidecar.read_text()))
     except (OSError, ValueError, TypeError):
         known = {}
-    fresh = False
+    before = dict(known)
     for shard in shards:
-        stat = shard.path.stat()
-        if known.get(shard.path.name, [])[:2] != [stat.st_size, stat.st_mtime_ns]:
-            lows, highs = zip(*((int(chunk.min()), int(chunk.max())) for _, chunk in _chunks([shard])), strict=True)
-            known[shard.path.name] = [stat.st_size, stat.st_mtime_ns, min(lows), max(highs)]
-            fresh = True
-    if fresh:
+        name, stat = shard.path.name, shard.path.stat()
+        if known.get(name, [])[:2] != [stat.st_size, stat.st_mtime_ns]:
+            lows, highs = zip(*((int(chunk.min()), int(chunk.max())) for _, chunk in chunks([shard])), strict=True)
+            known[name] = [stat.st_size, stat.st_mtime_ns, min(lows), max(highs)]
+    if known != before:
+        temporary = sidecar.with_name(f"{CHECKED}.{os.getpid()}")
         with contextlib.suppress(OSError):  # a folder that cannot be written is scanned at every start
-            _write_atomically(sidecar, json.dumps(known))
+            temporary.write_text(json.dumps(known))
+            os.replace(temporary, sidecar)
     for shard in shards:
         low, high = known[shard.path.name][2:]
-        if low < 0 or high >= vocab_size:
-            for start, chunk in _chunks([shard]):
-                wrong = np.flatnonzero((chunk < 0) | (chunk >= vocab_size))
-                if len(wrong):
-                    raise UserError(f"{shard.path}: token id {chunk[wrong[0]]} at index {start + wrong[0]} is outside "
-                                    f"[0, vocab_size = {vocab_size}); not GPT-2 tokens, or damaged: make it again")
-    return shards
+        for start, chunk in chunks([shard]) if low < 0 or high >= vocab_size else ():
+            wrong = np.flatnonzero((chunk < 0) | (chunk >= vocab_size))
+            if len(wrong):
+                raise UserError(f"{shard.path}: token id {chunk[wrong[0]]} at index {start + wrong[0]} is outside "
+                                f"[0, vocab_size = {vocab_size}); not GPT-2 tokens, or damaged: make it again")
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _chunks(shards: list[Shard]):
+def chunks(shards: list[Shard]):
     """(index within its shard, tokens) of all shards, SCAN tokens at a time."""
     for shard in shards:
         for start in range(0, shard.tokens, SCAN):
@@ -221,10 +222,11 @@ def _chunks(shards: list[Shard]):
 
 
 def unigram_entropy(data_dir: str | Path, split: str) -> float:
-    """Entropy in nats of the token frequencies of a split: the loss of a model that knows nothing but these."""
+    """Entropy in nats of the token frequencies of a split that `check` accepts: the loss of a model that knows only
+    how frequent each token is."""
     counts = np.zeros(1 << 16, dtype=np.int64)
-    for _, chunk in _chunks(find(data_dir, split)):
-        counts += np.bincount(chunk, minlength=len(counts))
+    for _, chunk in chunks(find(data_dir, split)):
+        counts += np.bincount(chunk.astype(np.int64), minlength=len(counts))
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
@@ -235,7 +237,7 @@ class Batches:
     Args:
         sequences: sequences of the global batch, over all data-parallel ranks.
         block_size: tokens a sequence.
-        seed: of the window order in epochs after the first, where `shuffle`.
+        seed: of the windows' order, where `shuffle`.
         dp_rank, dp_size: which contiguous part of each global batch this rank gets; TP peers give the same.
 
     Attributes:
@@ -330,41 +332,43 @@ class Loader:
         self._thread.shutdown(cancel_futures=True)
 
 
-@dataclass
-class Options:
-    """Show a folder of token shards."""
-
-    sequences: int = 512
-    """Sequences of a global batch, for the steps an epoch."""
-    block_size: int = 1024
-    """Tokens a sequence."""
-    vocab_size: int = VOCAB_SIZE
-    """Token ids must be below this."""
-
-
 def main(argv: list[str]) -> None:
-    folders = [word for word in argv[:1] if not word.startswith("-")]
-    options = parse(Options, argv[len(folders):])
-    if not folders:
-        raise UserError("name a folder of shards first: python data.py data/stdlib")
-    folder, problems = Path(folders[0]), []
-    batch = options.sequences * options.block_size
+    """Print what a folder holds and what is wrong with it, for the batches of a config."""
+    from tokenizer import decode
+
+    if not argv or argv[0].startswith("-") or argv[0].endswith(".toml"):
+        raise UserError("name a folder first: python data.py data/stdlib [configs/NAME.toml] [--key=value]")
+    folder, config = Path(argv[0]), parse(Config, argv[1:], toml=True)
+    check_config(config, config.tp * max(1, config.dp_replicate))
+    problems = {}  # texts, in order, each once
     for split in ("train", "val"):
         try:
-            shards = check(folder, split, options.vocab_size)
+            shards = find(folder, split)
         except UserError as error:
-            problems.append(str(error))
-            continue
-        for shard in shards:
-            ids = shard.read(0, min(12, shard.tokens)).tolist()
-            print(f"{shard.path.name:<32}{shard.tokens:>14,} {shard.dtype}  {decode(ids)!r}")
-        tokens = sum(shard.tokens for shard in shards)
-        print(f"{split}: {tokens:,} tokens in {len(shards)} shards; {(tokens - 1) // options.block_size // options.sequences:,} steps of {batch:,} tokens an epoch")
-    problems += _wrong_checksums(folder)
+            problems[str(error)] = shards = None
+            if not folder.is_dir():
+                break
+        for path in _paths(folder, split):
+            try:
+                shard = open_shard(path)
+                print(f"{path.name:<32}{shard.tokens:>16,} {shard.dtype!s:<7} "
+                      f"{decode(shard.read(0, min(12, shard.tokens)))!r}")
+                check_ids([shard], config.vocab_size)
+                noted = (_manifest(folder) or {}).get(path.name, {}).get("sha256")
+                if noted and noted != hashlib.sha256(shard.read(0, shard.tokens)).hexdigest():
+                    raise UserError(f"{path}: its tokens do not have the checksum in {MANIFEST}; make it again")
+            except UserError as error:
+                problems[str(error)] = None
+        if shards:
+            tokens = sum(shard.tokens for shard in shards)
+            epoch = (tokens - 1) // config.block_size // config.sequences
+            print(f"{split}: {tokens:,} tokens, {epoch:,} steps of {config.total_batch_size:,} an epoch" + (
+                f"; max_steps = {config.max_steps:,} are {config.max_steps / epoch:.2f} epochs"
+                if split == "train" and epoch else ""))
     for problem in problems:
         print(f"problem: {problem}")
     if problems:
-        raise UserError(f"{folder}: {len(problems)} problem{'s' * (len(problems) > 1)}")
+        raise UserError(f"{folder}: {len(problems)} problem{'s' * (len(problems) > 1)} found")
 
 
 if __name__ == "__main__":

@@ -279,7 +279,7 @@ def main(argv: list[str]) -> None:
 
 
 def resolve(options: Options) -> list[Path]:
-    """Check that the options fit together, fill in their defaults, and find the files that `source` names, if it does."""
+    """Check that the options fit together, fill in defaults, and find the files that `source` names, if it does."""
     o, defaults = options, Options()
     named, ready_made = o.source in sources.HUB, False
     files = sorted(map(Path, glob(o.source, recursive=True))) if not named and o.source != "stdlib" else []

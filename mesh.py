@@ -112,6 +112,8 @@ def start(config: Config) -> Mesh:
         torch.cuda.set_device(device)
     if world_size() == 1:
         return Mesh(device)
+    if config.compile:
+        import torch._dynamo  # noqa: F401  after the process group, its import keeps gloo's threads alive at exit
     if not dist.is_initialized():
         # gloo beside NCCL carries what the host needs to agree on without waiting for the device
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")

@@ -143,10 +143,10 @@ class Metrics:
         """Note a finished step; `loss` is this data-parallel rank's mean, `norm` the global one, both on the device."""
         self.pending.append((step, loss, norm, lr, self.step_begin, self._now(), data_ms))
         if step % self.config.log_interval == 0 or step == self.config.max_steps:
-            self.flush()
+            self.flush(line=True)
 
-    def flush(self) -> None:
-        """Read the pending steps from the device, write their rows, print a line for the last.
+    def flush(self, line: bool = False) -> None:
+        """Read the pending steps from the device and write their rows; with `line`, print one for the last.
 
         Raises:
             Diverged: on every rank, where a loss or norm is not finite.
@@ -170,7 +170,7 @@ class Metrics:
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise Diverged(f"step {step}: loss is {loss}, gradient norm {norm}: lower learning_rate or raise "
                                "warmup_steps; --resume=true goes back to the last checkpoint")
-        if self.mesh.is_main:
+        if line and self.mesh.is_main:
             eta = self.seconds / self.steps * (c.max_steps - step)
             print(f"step {step:>{len(str(c.max_steps))}}/{c.max_steps} | loss {loss:.4f} | lr {lr:.2e} | "
                   f"norm {norm:.3f} | {seconds * 1e3:.0f} ms | {speed:,.0f} tok/s"
