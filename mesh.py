@@ -1,5 +1,6 @@
 """Where a process stands: torchrun's process group, the device mesh over it, and how all ranks leave together."""
 
+import importlib
 import os
 import signal
 import sys
@@ -113,7 +114,7 @@ def start(config: Config) -> Mesh:
     if world_size() == 1:
         return Mesh(device)
     if config.compile:
-        import torch._dynamo  # noqa: F401  after the process group, its import keeps gloo's threads alive at exit
+        importlib.import_module("torch._dynamo")  # imported after the process group it keeps gloo's threads at exit
     if not dist.is_initialized():
         # gloo beside NCCL carries what the host needs to agree on without waiting for the device
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
