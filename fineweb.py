@@ -242,7 +242,8 @@ def replacing(path: Path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise UserError(f"{path}: cannot be written ({error.strerror or error}); make room and run the same command "
                         "again: it goes on after the last finished shard") from None
 
@@ -338,6 +339,8 @@ def prepare(out: Path, settings: dict, options: Options) -> dict:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error!r:.80}): choose another --out, or begin anew with "
                         "--overwrite=true") from None
+    if not entries:
+        return fresh
     if differing:
         raise UserError(f"{out} holds shards made with {differing} = {before.get(differing)!r:.80}, now it is "
                         f"{settings[differing]!r:.80}: choose another --out, or begin anew with --overwrite=true")
