@@ -1,103 +1,493 @@
-"""Save and resume: `torch.distributed.checkpoint`, each rank its shard, and a JSON file beside it.
+"""Save and resume: `torch.distributed.checkpoint` (DCP), each rank its part, and JSON for all that is not a tensor.
 
-A checkpoint is `<out_dir>/checkpoints/step_000100/`. It is written under a temporary name and renamed when all ranks
-are done, so a folder of that name is complete.
+    <out_dir>/checkpoints/step_000100/   __0_0.distcp …   each rank's parts of the parameters and of AdamW's moments
+                                         .metadata        DCP's index of them
+                                         run.json         step, config, data, W&B id, versions; each file's sha256
+                          latest, best   the name of a folder here
+
+A tensor is stored as boxes of the whole parameter, without padding (`parallel.real_part`), so any mesh reads what any
+other wrote. No random state is stored: batches, weights and dropout follow from (seed, step) alone.
+
+A folder is written under another name, synced and renamed, so one called step_N is complete; only then does `latest`
+move, and only then are older ones deleted. `latest` says where a run goes on: after `resume_step = N` the folders
+beyond N stay until the run comes by again. Loading runs no code of a checkpoint's: `.metadata` goes through an
+unpickler that knows DCP's own classes only, and DCP itself reads tensors with `weights_only`.
 """
 
+import dataclasses
+import hashlib
 import json
 import os
+import pickle
+import platform
 import re
 import shutil
+import threading
+import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from config import Config, UserError
 from mesh import Mesh
-from model import GPT
+from model import GPT, real_shapes
+from parallel import real_part
 
-# A run that resumes with another value of one of these is another run.
-FIXED = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "total_batch_size", "seed", "tp")
-
-
-def folder(config: Config, step: int) -> Path:
-    return Path(config.out_dir) / "checkpoints" / f"step_{step:06d}"
-
-
-def steps(config: Config) -> list[int]:
-    """The steps of the complete checkpoints of a run, oldest first."""
-    names = (p.name for p in Path(config.out_dir).glob("checkpoints/step_*") if p.is_dir())
-    return sorted(int(m[1]) for m in map(re.compile(r"step_(\d+)").fullmatch, names) if m)
-
-
-def save(config: Config, mesh: Mesh, model: GPT, optimizer: torch.optim.Optimizer, step: int, **extra) -> Path:
-    """Write model, optimizer and step; `extra` goes into the JSON. All ranks call it. Returns the folder."""
-    target = folder(config, step)
-    partial = target.with_name(target.name + ".partial")
-
-    def prepare():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    mesh.on_main(prepare)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process has no group
-        dcp.save(_state(model, optimizer), checkpoint_id=partial, no_dist=mesh.world_size == 1)
-
-    def finish():
-        meta = {"step": step, "config": vars(config)} | extra
-        (partial / "run.json").write_text(json.dumps(meta, indent=1))
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(partial, target)
-        for old in steps(config)[: -config.keep_checkpoints]:
-            shutil.rmtree(folder(config, old))
-    mesh.on_main(finish)
-    return target
+# A run that resumes with another value of one of these is another run. The first ones cannot be overridden.
+SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
+SAME = (*SIZES, "total_batch_size", "seed", "shuffle", "lr_schedule", "learning_rate", "min_lr", "warmup_steps",
+        "decay_steps", "weight_decay", "beta1", "beta2", "grad_clip", "dtype")
+NAME = re.compile(r"step_(\d+)")
+METADATA = {  # module → what DCP's .metadata needs of it
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "StorageMeta", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", "float32"}, "torch.serialization": {"_get_layout"}, "pathlib": {"Path", "PosixPath"}}
 
 
-def read(config: Config) -> dict | None:
-    """What run.json of the newest checkpoint says, or None where there is none.
-
-    Raises:
-        UserError: the checkpoint is of another run: a key of FIXED differs.
-    """
-    if not (found := steps(config)):
-        return None
-    path = folder(config, found[-1]) / "run.json"
-    try:
-        meta = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {path.parent} cannot be read ({error}): delete it to resume from the one before") \
-            from None
-    for key in FIXED:
-        if meta["config"].get(key) != getattr(config, key):
-            raise UserError(f"resume: {path.parent} was made with {key} = {meta['config'].get(key)}, this run has "
-                            f"{key} = {getattr(config, key)}: set it back, or choose another out_dir")
-    return meta
+class SaveFailed(Exception):
+    """A checkpoint could not be written and the run is not to go on without it."""
 
 
-def load(config: Config, mesh: Mesh, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Fill model and optimizer, in place, from the checkpoint of `step`. All ranks call it."""
-    _start_state(optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(_state(model, optimizer), checkpoint_id=folder(config, step), no_dist=mesh.world_size == 1)
+# ---------------------------------------------------------------------------------------------------------------------
+# tensors
 
 
-def _state(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters (the tied table once) and AdamW's moments and step, by name; every tensor is the live one."""
-    state = {}
-    for name, p in model.named_parameters():
-        state[f"model.{name}"] = p.detach()
-        state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[p].items()}
-    return state
+@dataclass
+class Part:
+    """What a rank holds of a tensor: a view without padding, its offsets in the whole, and the whole's shape."""
+
+    tensor: torch.Tensor
+    offsets: torch.Size
+    shape: torch.Size
 
 
 @torch.no_grad()
-def _start_state(optimizer: torch.optim.Optimizer) -> None:
-    """The state that AdamW makes at its first step, so that there is something to load into."""
+def parts(config: Config, model: GPT, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Part]:
+    """This rank's parts of the parameters (the tied table once) and of AdamW's moments, aliasing the live tensors."""
+    found = {}
+    shapes = real_shapes(config)
+    for name, p in model.named_parameters():
+        tensors = {f"model.{name}": p.detach()}
+        if optimizer is not None:
+            tensors |= {f"optimizer.{name}.{key}": optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq")}
+        for key, tensor in tensors.items():
+            view, offsets = real_part(tensor, shapes[name])
+            found[key] = Part(view, torch.Size(offsets), shapes[name])
+    return found
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Writes a dict of `Part`s but empty ones. Of equal parts on several ranks DCP keeps one, spread evenly."""
+
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self):
+        self.plan = SavePlan([
+            WriteItem(MetadataIndex(name, part.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
+                ChunkStorageMetadata(part.offsets, part.tensor.shape),
+                TensorProperties.create_from_tensor(part.tensor), part.shape))
+            for name, part in self.state_dict.items() if part.tensor.numel()])
+        return self.plan
+
+    def lookup_object(self, index):
+        return self.state_dict[index.fqn].tensor
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """Fills a dict of `Part`s in place from the stored boxes that overlap them."""
+
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+        self.state_dict, self.metadata = state_dict, metadata
+
+    def create_local_plan(self):
+        items = []
+        for name, part in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata.get(name)
+            size = getattr(stored, "size", None)
+            # a longer context is read in part: `init_from` lets through what `resume` would have refused
+            if size != part.shape and not (size and name == "model.wpe.weight" and size[0] > part.shape[0]):
+                raise UserError(f"{name} is {tuple(size) if size else 'missing'} there, {tuple(part.shape)} here: it "
+                                "is of another model, or damaged")
+            box = ChunkStorageMetadata(part.offsets, part.tensor.shape)
+            found = create_read_items_for_chunk_list(name, stored, [box]) if part.tensor.numel() else []
+            if sum(item.lengths.numel() for item in found) != part.tensor.numel():
+                raise UserError(f"{name} is stored only in part")
+            items += found
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index):
+        return self.state_dict[index.fqn].tensor
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what `.metadata` is made of and nothing else, so that unpickling calls nothing else."""
+
+    def find_class(self, module, name):
+        if name in METADATA.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which no checkpoint needs")
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader with the restricted unpickler; files outside the folder, which have no checksum, are refused."""
+
+    def __init__(self, folder: Path, files):
+        super().__init__(folder)
+        self.files = files
+
+    def read_metadata(self, *args, **kwargs):
+        with open(self.path / ".metadata", "rb") as file:
+            metadata = _Unpickler(file).load()
+        if unknown := {info.relative_path for info in metadata.storage_data.values()} - set(self.files):
+            raise UserError(f".metadata points to {min(unknown)}, which run.json does not list")
+        return metadata
+
+
+def load(folder: Path, config: Config, mesh: Mesh, model: GPT, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Fill the model, and the optimizer if given, in place from a checkpoint of any mesh. All ranks call it.
+
+    Raises:
+        UserError: on all ranks, where the checkpoint is damaged or another model's.
+    """
+    meta = mesh.on_main(lambda: read(folder))
+    if optimizer is not None:
+        _start_state(optimizer, meta["step"])
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process has no group
+            dcp.load(parts(config, model, optimizer), storage_reader=_Reader(folder, meta["files"]),
+                     planner=_LoadPlanner(), no_dist=mesh.world_size == 1)
+    except (Exception, CheckpointException) as error:
+        raise UserError(f"checkpoint {folder}: {_brief(error)}") from None
+
+
+@torch.no_grad()
+def _start_state(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The state that AdamW makes at its first step, at step `step`, with moments to load into."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            optimizer.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
-                                  "exp_avg_sq": torch.zeros_like(p)}
+            optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device),
+                                  "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+def _brief(error: BaseException) -> str:
+    """One line for what went wrong; of a failure that DCP gathered from ranks, the lowest one's."""
+    where = ""
+    if isinstance(error, CheckpointException):
+        rank = min(error.failures)
+        where, error = f"rank {rank}: " * (len(error.failures) > 1 or rank > 0), error.failures[rank][0]
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return where + text[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# folders
+
+
+def steps(out_dir: str | Path) -> list[int]:
+    """The steps of a run's complete checkpoints, oldest first."""
+    names = (p.name for p in Path(out_dir, "checkpoints").glob("step_*") if p.is_dir())
+    return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that `path` means: a checkpoint folder, a run's folder (its latest), or its `latest` or `best`."""
+    path = Path(path)
+    if path.is_dir() and not (path / "run.json").exists():
+        pointer = path / "checkpoints" / "latest"
+        path = pointer if pointer.is_file() else (_folder(path, steps(path)[-1]) if steps(path) else path)
+    if path.is_file() and path.name in ("latest", "best"):
+        path = path.with_name(path.read_text().strip())
+    if not (path / "run.json").is_file():
+        raise UserError(f"{path} is no checkpoint: name a run's folder, or one of its checkpoints/step_*")
+    return path
+
+
+def read(folder: Path) -> dict:
+    """run.json of a checkpoint.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    try:
+        meta = json.loads((folder / "run.json").read_text())
+        if isinstance(meta["step"], int) and isinstance(meta["config"], dict) and isinstance(meta["files"], dict):
+            return meta
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    raise UserError(f"{folder / 'run.json'} is missing, damaged or of another version")
+
+
+def verify(folder: Path, mesh: Mesh) -> None:
+    """Check every file of a checkpoint against its sha256, each rank a share of them. All ranks call it.
+
+    Raises:
+        UserError: on all ranks, naming the first file that is missing, cut short or changed.
+    """
+    meta = mesh.on_main(lambda: read(folder))
+    faults = []
+    for name in sorted(meta["files"])[mesh.rank :: mesh.world_size]:
+        size, digest = meta["files"][name]
+        try:
+            found = (folder / name).stat().st_size
+            if found != size:
+                faults.append(f"{name} has {found} bytes of {size}")
+            elif _sha256(folder / name) != digest:
+                faults.append(f"{name} is damaged (its sha256 differs)")
+        except OSError as error:
+            faults.append(f"{name}: {error.strerror}")
+    for found in _gather(faults, mesh):
+        if found:
+            raise UserError(f"checkpoint {folder}: {found[0]}")
+
+
+def choose(config: Config, mesh: Mesh, data: dict) -> tuple[Path, dict] | None:
+    """The checkpoint that `resume` and `resume_step` ask for, verified, and its run.json; None: start anew.
+
+    What a killed run left half-written is removed. A damaged checkpoint is named and the one before it taken. `data`
+    describes the token shards, as given to `Saver`. All ranks call it.
+
+    Raises:
+        UserError: the checkpoint is of another run, `resume_step` has none, or none is whole.
+    """
+    if not config.resume:
+        return None
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # then the run has gone beyond resume_step
+    back = config.resume_step if config.resume_step >= 0 and not restarted else None
+    candidates = mesh.on_main(lambda: _candidates(Path(config.out_dir), back))
+    for step in candidates:
+        folder = _folder(config.out_dir, step)
+        try:
+            verify(folder, mesh)
+        except UserError as error:
+            if mesh.is_main:
+                print(f"resume  {error}; trying the one before", flush=True)
+            continue
+        meta = read(folder)
+        mesh.on_main(lambda folder=folder, meta=meta: _check_same(config, folder, meta, data))
+        mesh.on_main(lambda folder=folder: _point(folder.parent / "latest", folder.name))
+        return folder, meta
+    if candidates:
+        raise UserError(f"resume: no checkpoint of {config.out_dir} is whole" + f" at step {back}" * (back is not None)
+                        + ": restore one, or start anew in another out_dir")
+    return None
+
+
+def _candidates(out: Path, back: int | None) -> list[int]:
+    """Steps to try, in order: from the latest down. Half-written and half-deleted folders go."""
+    for left in out.glob("checkpoints/step_*.*"):
+        shutil.rmtree(left, ignore_errors=True)
+    found = steps(out)
+    if back is not None:
+        if back not in found:
+            raise UserError(f"resume_step = {back}: {out} has no such checkpoint, but "
+                            + (", ".join(map(str, found)) or "none at all"))
+        return [back]
+    try:
+        latest = int(NAME.fullmatch((out / "checkpoints" / "latest").read_text().strip())[1])
+    except (OSError, TypeError):
+        latest = max(found, default=0)
+    return [step for step in reversed(found) if step <= latest]
+
+
+def _check_same(config: Config, folder: Path, meta: dict, data: dict) -> None:
+    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    keys = (*SAME, "max_steps") if config.lr_schedule == "wsd" else SAME  # there it says when the decay begins
+    pairs = [(key, meta["config"].get(key, defaults[key]), getattr(config, key)) for key in keys]
+    pairs += [(f"data_dir's {key}", meta.get("data", {}).get(key), value) for key, value in data.items()]
+    changed = [(key, old, new) for key, old, new in pairs if old != new]
+    fixed = [key for key, _, _ in changed if key in SIZES]
+    if changed and (fixed or not config.resume_override):
+        raise UserError(f"resume: {folder} was made with " + ", ".join(f"{key} = {old}" for key, old, _ in changed)
+                        + "; this run has " + ", ".join(f"{key} = {new}" for key, _, new in changed) + ": set it back, "
+                        + ("or choose another out_dir" if fixed else "or go on as another run, --resume_override=true"))
+
+
+def _folder(out_dir: str | Path, step: int) -> Path:
+    return Path(out_dir) / "checkpoints" / f"step_{step:06d}"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _gather(value, mesh: Mesh, group=None) -> list:
+    """`value` of every rank, by rank."""
+    values = [value]
+    if mesh.world_size > 1:
+        values *= mesh.world_size
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _point(pointer: Path, name: str) -> None:
+    """Make `latest` or `best` name a folder, in one move."""
+    new = pointer.with_name(pointer.name + ".partial")
+    _write(new, name + "\n")
+    os.replace(new, pointer)
+    _sync(pointer.parent)
+
+
+def _delete(folder: Path) -> None:
+    """Delete under another name: what is half-deleted must not pass for a checkpoint."""
+    doomed = folder.with_name(folder.name + ".deleted")
+    os.replace(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# saving
+
+
+class Saver:
+    """Writes a run's checkpoints. All ranks call each method together, at the end of the same step.
+
+    Asynchronous saves copy this rank's parts to the host, into buffers kept for the next time, and write from a thread
+    while training goes on; one is under way at a time. The thread has a process group of its own, so its collectives
+    cannot meet the training's.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, model: GPT, optimizer: torch.optim.Optimizer, data: dict, step: int):
+        self.config, self.mesh, self.model, self.optimizer, self.data = config, mesh, model, optimizer, data
+        self.group = dist.new_group(backend="gloo") if mesh.world_size > 1 else None
+        self.background = config.async_save == "always" or (config.async_save == "auto" and mesh.device.type == "cuda")
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.thread: threading.Thread | None = None
+        self.saved = step  # the newest step that is on disk
+        self.outcome: tuple[int, str | None, float] = step, None, 0.0
+
+    def save(self, step: int, last: bool = False, **extra) -> None:
+        """Save the state after `step`; `extra` goes into run.json. The run's `last` save waits, and must not fail.
+
+        Raises:
+            SaveFailed: on all ranks, where it failed and `last` or `on_save_error = "stop"`.
+        """
+        self.wait()
+        state = parts(self.config, self.model, self.optimizer)
+        meta = {"step": step, "config": vars(self.config) | {}, "data": self.data, "versions": {
+            "python": platform.python_version(), "torch": torch.__version__}} | extra
+        if last or not self.background:
+            self._write(step, state, meta)
+            self._report(last)
+            return
+        for name, part in state.items():
+            if name not in self.buffers:
+                self.buffers[name] = torch.empty_like(part.tensor, device="cpu", pin_memory=part.tensor.is_cuda)
+            self.buffers[name].copy_(part.tensor, non_blocking=True)
+            state[name] = dataclasses.replace(part, tensor=self.buffers[name])
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.thread = threading.Thread(target=self._write, args=(step, state, meta), daemon=True)
+        self.thread.start()
+
+    def poll(self) -> None:
+        """Report a save that has ended meanwhile; may raise as `save` does. One host collective while one runs."""
+        if self.thread and not self.mesh.any(self.thread.is_alive()):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save under way, if any; may raise as `save` does."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+            self._report(False)
+
+    def close(self) -> None:
+        """On any way out: let a save under way end. It cannot where a rank is lost, so not for ever."""
+        if self.thread:
+            self.thread.join(timeout=20)
+
+    def _report(self, last: bool) -> None:
+        step, error, seconds = self.outcome
+        if error is None:
+            self.saved = step
+            message = f"saved   {_folder(self.config.out_dir, step)} in {seconds:.1f} s"
+        else:
+            message = f"checkpoint of step {step} not saved: {error}"
+            if last or self.config.on_save_error == "stop":
+                raise SaveFailed(message + (f"; the newest is of step {self.saved}" if self.saved else ""))
+        if self.mesh.is_main:
+            print(message, flush=True)
+
+    def _write(self, step: int, state: dict[str, Part], meta: dict) -> None:
+        """Write, agree and publish; whatever goes wrong on a rank is every rank's outcome and leaves no folder."""
+        begin = time.perf_counter()
+        target = _folder(self.config.out_dir, step)
+        partial = target.with_name(target.name + ".partial")
+        error, files = None, {}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), planner=_SavePlanner(),
+                         process_group=self.group, no_dist=self.group is None)
+            for path in partial.glob(f"__{self.mesh.rank}_*"):
+                files[path.name] = path.stat().st_size, _sha256(path)
+        except (Exception, CheckpointException) as exception:
+            error = _brief(exception)
+        everyone = _gather((error, files), self.mesh, self.group)
+        error = next((e for e, _ in everyone if e), None)
+        if self.mesh.is_main:
+            try:
+                if error is None:
+                    self._publish(step, partial, target, meta, {k: v for _, f in everyone for k, v in f.items()})
+            except OSError as exception:
+                error = _brief(exception)
+            shutil.rmtree(partial, ignore_errors=True)
+        self.outcome = step, _gather(error, self.mesh, self.group)[0], time.perf_counter() - begin
+
+    def _publish(self, step: int, partial: Path, target: Path, meta: dict, files: dict) -> None:
+        """On rank 0: complete the folder, give it its name, move `latest` and `best`, prune."""
+        files[".metadata"] = (partial / ".metadata").stat().st_size, _sha256(partial / ".metadata")
+        if lost := [name for name, (size, _) in files.items() if (partial / name).stat().st_size != size]:
+            raise OSError(f"{partial / lost[0]} differs between nodes: out_dir must lie on a file system they share")
+        _write(partial / "run.json", json.dumps(meta | {"files": files}, indent=1))
+        _sync(partial)
+        if target.exists():  # of the time before a resume_step; `latest` has moved back since
+            _delete(target)
+        os.replace(partial, target)
+        _sync(target.parent)
+        _point(target.parent / "latest", target.name)
+
+        found = steps(self.config.out_dir)
+        losses = {}
+        for old in found:
+            try:
+                losses[old] = read(_folder(self.config.out_dir, old)).get("val_loss")
+            except UserError:
+                continue
+        best = min((old for old in losses if losses[old] is not None), key=lambda old: losses[old], default=None)
+        if best is not None:
+            _point(target.parent / "best", _folder(self.config.out_dir, best).name)
+        done = [old for old in found if old <= step]
+        every = self.config.milestone_interval
+        for old in done[: -self.config.keep_checkpoints]:
+            if old != best and not (every and old % every == 0):
+                _delete(_folder(self.config.out_dir, old))

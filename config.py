@@ -35,6 +35,10 @@ class Config:
     """Delete what an earlier run left in out_dir and start anew."""
     resume: bool = False
     """Go on from the newest checkpoint in out_dir; start anew if there is none."""
+    resume_step: int = -1
+    """Go back to the checkpoint of this step instead (implies resume); -1: the newest."""
+    resume_override: bool = False
+    """Resume although keys have changed that make it another run (batch, schedule, data)."""
     seed: int = 1337
     """Seed of the weights, the data order and the samples."""
 
@@ -49,16 +53,24 @@ class Config:
     """Context length in tokens."""
     vocab_size: int = VOCAB_SIZE
     """Token ids the model knows; at most 65,536, since shards are uint16."""
+    dropout: float = 0.0
+    """Dropout of embeddings, attention weights and residual branches; 0 for pretraining."""
 
     # mesh
     tp: int = 1
-    """Tensor-parallel degree: the ranks that share one copy of the model."""
+    """Tensor-parallel degree: the ranks that share every layer. -1 in one of the three degrees: what is left."""
+    dp_shard: int = 1
+    """FSDP: ranks that see different data and share the storage of one copy of the model."""
     dp_replicate: int = -1
-    """Copies of the model that see different data; -1 takes what tp leaves of the world."""
+    """Copies of the model that see different data."""
     sequence_parallel: bool = True
     """Shard activations between blocks over the sequence (reduce-scatter and all-gather for all-reduce)."""
     loss_parallel: bool = True
     """Take the loss on vocabulary shards; false gathers whole logits on every rank (for study)."""
+    reshard_after_forward: bool = True
+    """FSDP: free a block's gathered weights after its forward and gather them again for its backward."""
+    accumulate_sharded: bool = True
+    """FSDP: reduce-scatter gradients each micro-batch, so that whole ones are never held; false: once a step."""
 
     # batch and schedule
     total_batch_size: int = 524288
@@ -93,6 +105,12 @@ class Config:
     """Compute dtype; master weights, gradients, loss and norm are float32 either way."""
     compile: bool = False
     """torch.compile each block."""
+    async_tp: bool = False
+    """On CUDA with compile: cut all-gathers and reduce-scatters in pieces that overlap with their GEMMs."""
+    activation_checkpointing: Literal["none", "block", "selective"] = "none"
+    """Recompute in the backward: nothing, whole blocks, or all but the results of GEMMs and attention."""
+    deterministic: bool = False
+    """Bitwise the same losses on two runs of one mesh, at some cost in speed on CUDA."""
 
     # what is shown and saved
     log_interval: int = 1
@@ -106,7 +124,13 @@ class Config:
     checkpoint_interval: int = 1000
     """Steps between checkpoints (also at the end); 0: none at all."""
     keep_checkpoints: int = 2
-    """Newest checkpoints kept; older ones are deleted after a newer one is complete."""
+    """Newest checkpoints kept, besides the one of the lowest validation loss; older ones are deleted."""
+    milestone_interval: int = 0
+    """Steps between checkpoints that are never deleted; 0: none."""
+    async_save: Literal["auto", "always", "never"] = "auto"
+    """Write checkpoints from a copy while training goes on; auto: on GPUs."""
+    on_save_error: Literal["continue", "stop"] = "continue"
+    """What to do when a checkpoint cannot be written; the last one of a run must not fail either way."""
     wandb: bool = False
     """Log to Weights & Biases from rank 0; offline without an API key or network."""
     wandb_project: str = "nanotp"
@@ -125,34 +149,51 @@ class Config:
         """Sequences a global batch."""
         return self.total_batch_size // self.block_size
 
-    def accumulation(self, dp: int) -> int:
-        """Micro-batches a step at data-parallel degree `dp`."""
-        return self.sequences // (self.micro_batch_size * dp)
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree, once `check` has resolved the mesh."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a step."""
+        return self.sequences // (self.micro_batch_size * self.dp)
 
 
 def check(config: Config, world_size: int) -> None:
     """Resolve the -1s of `config` in place and raise UserError for values that do not go together."""
     c = config
-    for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "tp", "total_batch_size",
+    for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "total_batch_size",
                  "micro_batch_size", "log_interval", "eval_steps", "keep_checkpoints"):
         if getattr(c, name) < 1:
             raise UserError(f"{name} = {getattr(c, name)}: it must be at least 1")
     for name in ("max_steps", "warmup_steps", "eval_interval", "sample_interval", "checkpoint_interval",
+                 "milestone_interval",
                  "learning_rate", "min_lr", "weight_decay", "grad_clip"):
         value = getattr(c, name)
         if not (math.isfinite(value) and value >= 0):
             raise UserError(f"{name} = {value}: it must be a finite number, 0 or more")
-    for name in ("beta1", "beta2"):
+    for name in ("beta1", "beta2", "dropout"):
         if not 0 <= getattr(c, name) < 1:
             raise UserError(f"{name} = {getattr(c, name)}: it must be in [0, 1)")
     if c.vocab_size > 2**16:
         raise UserError(f"vocab_size = {c.vocab_size}: token shards are uint16, so at most 65536")
-    if c.dp_replicate == -1 and world_size % c.tp == 0:
-        c.dp_replicate = world_size // c.tp
-    if c.dp_replicate < 1 or c.tp * c.dp_replicate != world_size:
-        raise UserError(f"tp = {c.tp} with dp_replicate = {c.dp_replicate} does not fill {world_size} process"
-                        f"{'es' * (world_size > 1)}: tp · dp_replicate must equal torchrun's --nproc-per-node "
-                        "times its nodes (dp_replicate = -1 takes what tp leaves)")
+    mesh = {name: getattr(c, name) for name in ("tp", "dp_shard", "dp_replicate")}
+    shown = ", ".join(f"{name} = {size}" for name, size in mesh.items())
+    rest = [name for name, size in mesh.items() if size == -1]
+    if len(rest) > 1:
+        raise UserError(f"{shown}: only one can be -1, which takes what is left; set {rest[1]} = 1")
+    taken = math.prod(size for size in mesh.values() if size != -1)
+    if taken > 0 and world_size % taken == 0:
+        for name in rest:
+            setattr(c, name, world_size // taken)
+    if min(c.tp, c.dp_shard, c.dp_replicate) < 1 or c.tp * c.dp != world_size:
+        raise UserError(f"{shown} does not fill {world_size} process{'es' * (world_size > 1)}: tp · dp_shard · "
+                        "dp_replicate must equal torchrun's --nproc-per-node times its nodes (-1: what is left)")
+    if c.async_tp and not (c.compile and c.sequence_parallel and c.tp > 1):
+        raise UserError(f"async_tp = true with compile = {str(c.compile).lower()}, sequence_parallel = "
+                        f"{str(c.sequence_parallel).lower()}, tp = {c.tp}: it needs compile = true, "
+                        "sequence_parallel = true and tp above 1")
     if c.n_embd % c.n_head:
         raise UserError(f"n_embd = {c.n_embd} is not divisible by n_head = {c.n_head}: "
                         f"head_dim must be whole; try n_embd = {math.ceil(c.n_embd / c.n_head) * c.n_head}")
@@ -162,14 +203,15 @@ def check(config: Config, world_size: int) -> None:
     if c.total_batch_size % c.block_size:
         raise UserError(f"total_batch_size = {c.total_batch_size} (tokens) is not divisible by "
                         f"block_size = {c.block_size}")
-    if c.sequences % (c.micro_batch_size * c.dp_replicate):
+    if c.sequences % (c.micro_batch_size * c.dp):
         raise UserError(f"total_batch_size = {c.total_batch_size} is {c.sequences} sequences of block_size = "
                         f"{c.block_size}, not divisible by micro_batch_size = {c.micro_batch_size} times "
-                        f"dp_replicate = {c.dp_replicate}")
+                        f"data-parallel degree {c.dp}")
     if c.decay_steps == -1:
         c.decay_steps = max(1, c.max_steps // 5) if c.lr_schedule == "wsd" else c.max_steps
     if c.lr_schedule != "constant" and c.max_steps and c.decay_steps < 1:
         raise UserError(f"decay_steps = {c.decay_steps}: it must be at least 1, or -1 for the default")
+    c.resume = c.resume or c.resume_step >= 0
     if c.resume and c.overwrite:
         raise UserError("resume = true with overwrite = true: overwrite deletes what resume goes on from; choose one")
 

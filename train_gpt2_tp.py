@@ -16,6 +16,7 @@ import torch
 
 import checkpoint
 import config as configuration
+from checkpoint import SaveFailed, Saver
 from config import Config, UserError
 from data import Batches, Loader, unigram_entropy
 from data import check as check_split
@@ -52,7 +53,7 @@ def validation_loss(model: GPT, batches: Batches, c: Config, mesh: Mesh) -> floa
     return mesh.all_mean(total).item()
 
 
-def train_step(model: GPT, optimizer: torch.optim.Optimizer, inputs, targets, lr: float, c: Config, mesh: Mesh):
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, inputs, targets, step: int, c: Config, mesh: Mesh):
     """One update from this data-parallel rank's rows (sequences / dp, block_size) of the global batch.
 
     Returns the mean loss over these rows and the global gradient norm before clipping, both on the device.
@@ -60,8 +61,10 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, inputs, targets, lr
     params = list(model.parameters())
     micro = list(zip(inputs.split(c.micro_batch_size), targets.split(c.micro_batch_size), strict=True))
     total = torch.zeros((), device=mesh.device)
-    for x, y in micro:
+    for i, (x, y) in enumerate(micro):
+        seed_dropout(model, c, mesh, step, i)
         loss = model(x, y) / len(micro)
+        sync_in_backward(model, c, last=i == len(micro) - 1)
         loss.backward()
         total += loss.detach()
     reduce_gradients(params, mesh)
@@ -73,11 +76,13 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, inputs, targets, lr
     return total, norm
 
 
-def check_data(c: Config) -> float | None:
-    """Check the shards, on rank 0; the validation split's unigram entropy in nats, if there is to be validation."""
-    check_split(c.data_dir, "train", c.vocab_size, c.total_batch_size + 1)
+def check_data(c: Config) -> tuple[dict[str, int], float | None]:
+    """Check the shards, on rank 0: what tells the training data from another's, for checkpoints, and the validation
+    split's unigram entropy in nats, if there is to be validation."""
+    shards = check_split(c.data_dir, "train", c.vocab_size, c.total_batch_size + 1)
+    data = {"shards": len(shards), "tokens": sum(shard.tokens for shard in shards)}
     if not c.eval_interval:
-        return None
+        return data, None
     needed = c.eval_steps * c.total_batch_size + 1
     shards = check_split(c.data_dir, "val", c.vocab_size)
     tokens = sum(shard.tokens for shard in shards)
@@ -85,18 +90,15 @@ def check_data(c: Config) -> float | None:
         raise UserError(f"eval_steps = {c.eval_steps} batches of total_batch_size = {c.total_batch_size} need "
                         f"{needed:,} validation tokens, {c.data_dir} has {tokens:,}: lower eval_steps to at most "
                         f"{(tokens - 1) // c.total_batch_size} (eval_interval = 0 for no validation)")
-    return unigram_entropy(c.data_dir, "val")
+    return data, unigram_entropy(c.data_dir, "val")
 
 
-def open_run(c: Config) -> dict | None:
-    """Make out_dir ready, on rank 0; the newest checkpoint's run.json where the run goes on from one."""
+def open_run(c: Config) -> None:
+    """Make out_dir ready, on rank 0."""
     out = Path(c.out_dir)
     if out.exists() and not out.is_dir():
         raise UserError(f"out_dir = {out} is a file: choose another")
-    meta = None
-    if c.resume:
-        meta = checkpoint.read(c)
-    elif (out / "config.toml").exists() or (out / "metrics.jsonl").exists():
+    if not c.resume and ((out / "config.toml").exists() or (out / "metrics.jsonl").exists()):
         if not c.overwrite:
             raise UserError(f"out_dir = {out} holds another run: choose another out_dir, go on with --resume=true, "
                             "or delete it with --overwrite=true")
@@ -109,7 +111,6 @@ def open_run(c: Config) -> dict | None:
         (out / "config.toml").write_text(configuration.dump(c))
     except OSError as error:
         raise UserError(f"out_dir = {out} cannot be written ({error.strerror}): choose another") from None
-    return meta
 
 
 def main(argv: list[str]) -> None:
@@ -117,16 +118,17 @@ def main(argv: list[str]) -> None:
     configuration.check(c, world_size())
     configuration.check_torch(torch.__version__)
     mesh = start(c)
-    entropy = mesh.on_main(lambda: check_data(c))
-    meta = mesh.on_main(lambda: open_run(c)) or {"step": 0}
+    train_data, entropy = mesh.on_main(lambda: check_data(c))
+    folder, meta = checkpoint.choose(c, mesh, train_data) or (None, {"step": 0})
+    mesh.on_main(lambda: open_run(c))
     start_step = meta["step"]
 
     torch.set_float32_matmul_precision("highest" if c.dtype == "float32" else "high")
     memory_before = resident_bytes()
     model = build_model(c, mesh)
     optimizer = make_optimizer(model, c)
-    if start_step:
-        checkpoint.load(c, mesh, model, optimizer, start_step)
+    if folder:
+        checkpoint.load(folder, c, mesh, model, optimizer)
         check_replicas(model, mesh)
     if c.compile:
         for block in model.h:
@@ -137,6 +139,7 @@ def main(argv: list[str]) -> None:
     loader = Loader(Batches(c.data_dir, "train", shuffle=c.shuffle, **data), start_step, mesh.device)
     val_batches = Batches(c.data_dir, "val", **data) if c.eval_interval else None
     metrics = Metrics(c, mesh, start_step, memory_before, entropy, meta.get("wandb_id"))
+    saver = Saver(c, mesh, model, optimizer, train_data, start_step)
     stop = StopSignal()
     if mesh.is_main:
         metrics.header()
@@ -144,7 +147,7 @@ def main(argv: list[str]) -> None:
     try:
         if c.eval_interval and start_step == 0:
             metrics.validation(0, validation_loss(model, val_batches, c, mesh))
-        step = saved = start_step
+        step = start_step
         while step < c.max_steps and not stop.agreed(mesh):
             inputs, targets = loader.next()
             metrics.begin_step()
@@ -154,26 +157,29 @@ def main(argv: list[str]) -> None:
             metrics.end_step(step, loss, norm, lr, loader.data_ms)
 
             last = step == c.max_steps
+            saver.poll()
+            val_loss = None
             if due(step, c.eval_interval, last):
                 metrics.flush()
-                metrics.validation(step, validation_loss(model, val_batches, c, mesh))
+                val_loss = validation_loss(model, val_batches, c, mesh)
+                metrics.validation(step, val_loss)
             if due(step, c.sample_interval, last):
                 metrics.sample(step, sample(model, c, mesh))
-            if due(step, c.checkpoint_interval, last):
+            if due(step, c.checkpoint_interval, last) or due(step, c.milestone_interval, last):
                 metrics.flush()  # raises if the loss is no longer finite: such a state is not saved
-                checkpoint.save(c, mesh, model, optimizer, step, wandb_id=metrics.wandb_id)
-                saved = step
+                saver.save(step, last, val_loss=val_loss, wandb_id=metrics.wandb_id)
         metrics.flush()
-        if stop.signal and c.checkpoint_interval and saved < step:
-            checkpoint.save(c, mesh, model, optimizer, step, wandb_id=metrics.wandb_id)
-            saved = step
+        saver.wait()
+        if stop.signal and c.checkpoint_interval and saver.saved < step:
+            saver.save(step, last=True, wandb_id=metrics.wandb_id)
         check_replicas(model, mesh)
         if mesh.is_main and stop.signal:
             print(f"stopped by {stop.signal} after step {step}; " + (
-                "--resume=true goes on from there" if saved == step > 0 else "nothing was saved"), flush=True)
+                "--resume=true goes on from there" if saver.saved == step > 0 else "nothing was saved"), flush=True)
         metrics.summary(step)
         code = 0
     finally:
+        saver.close()
         loader.close()
         metrics.close(code)
     mesh.close()
@@ -189,11 +195,11 @@ def sample(model: GPT, c: Config, mesh: Mesh) -> list[str]:
 
 
 class StopSignal:
-    """SIGINT or SIGTERM, noted when it comes and acted on at a step's end by all ranks together."""
+    """SIGINT, SIGTERM or SIGUSR1, noted when it comes and acted on at a step's end by all ranks together."""
 
     def __init__(self):
         self.signal = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
 
     def _note(self, number, frame):
@@ -211,7 +217,7 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except UserError as error:
         leave(f"error: {error}", 2)
-    except Diverged as error:
+    except (Diverged, SaveFailed) as error:
         leave(f"error: {error}", 1)
     except KeyboardInterrupt:
         leave("interrupted before the first step", 130)

@@ -71,7 +71,7 @@ def test_end_to_end_on_the_standard_library(tmp_path):
     assert rows(out, "run")[0]["devices"] == 2 and len(rows(out, "sample")) == 2
     assert (out / "loss.png").stat().st_size > 5000
     assert list(out.glob("wandb/offline-run-*/*.wandb"))
-    assert sorted(p.name for p in out.glob("checkpoints/*")) == ["step_000004", "step_000008"]
+    assert sorted(p.name for p in out.glob("checkpoints/step_*")) == ["step_000004", "step_000008"]
 
     refused = run(*words, ranks=2)
     assert "holds another run" in refused.stderr and refused.stderr.count("exitcode  : 2") == 2, refused.stderr
@@ -111,7 +111,8 @@ def test_a_run_that_diverges_keeps_its_checkpoint(tmp_path, data_dir, capsys):
     words = [f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'run'}", *SMALL, "--checkpoint_interval=1"]
     trainer.main([*words, "--max_steps=2"])
     with pytest.raises(Diverged, match="lower learning_rate"):
-        trainer.main([*words, "--resume=true", "--learning_rate=1e30", "--lr_schedule=constant", "--warmup_steps=0"])
+        trainer.main([*words, "--resume=true", "--resume_override=true",
+                      "--learning_rate=1e30", "--lr_schedule=constant", "--warmup_steps=0"])
     assert (tmp_path / "run/checkpoints/step_000002").is_dir()
     assert not np.isfinite(rows(tmp_path / "run", "train")[-1]["loss"])
 
