@@ -52,11 +52,16 @@ class Shard:
         Read and not mapped: a mapped page counts as this process's memory until the shard is closed, and a shard
         that shrinks while it is mapped kills the process without a word.
         """
-        at = self.offset + start * self.dtype.itemsize
         try:
-            tokens = np.fromfile(self.path, self.dtype, count, offset=at)
+            file = os.open(self.path, os.O_RDONLY)
+            try:
+                size = self.dtype.itemsize
+                raw = os.pread(file, count * size, self.offset + start * size)
+            finally:
+                os.close(file)
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror or error} at token {start}") from None
+        tokens = np.frombuffer(raw[:len(raw) // size * size], self.dtype)
         if len(tokens) != count:
             raise UserError(f"{self.path}: ends at token {start + len(tokens)} of {self.tokens}; it was cut short "
                             "after the start: make or copy it again")
@@ -265,24 +270,24 @@ class Batches:
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of this rank at `step` ≥ 0: int64, both (sequences / dp_size, block_size)."""
         epoch, batch = divmod(step, self.steps_per_epoch)
-        rows = np.empty((len(self.rows), self.block_size + 1), dtype=np.int64)
-        for out, row in zip(rows, self.rows, strict=True):
-            window = batch * self.sequences + row
-            if self.shuffle:
-                window = permute(window, self.windows, f"{self.seed}/{epoch}")
-            self._read(window * self.block_size, out)
-        rows = torch.from_numpy(rows)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        first, rows, T = batch * self.sequences + self.rows.start, len(self.rows), self.block_size
+        if not self.shuffle:  # the windows follow each other: one read, and targets are the inputs one token on
+            tokens = torch.from_numpy(self._read(first * T, rows * T + 1))
+            return tokens[:-1].view(rows, T), tokens[1:].view(rows, T)
+        windows = [permute(window, self.windows, f"{self.seed}/{epoch}") for window in range(first, first + rows)]
+        tokens = torch.from_numpy(np.stack([self._read(window * T, T + 1) for window in windows]))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def _read(self, start: int, out: np.ndarray) -> None:
-        """Fill `out` with the split's tokens from `start` on, across as many shards as it takes."""
+    def _read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) of the split as int64, across as many shards as it takes."""
+        tokens, done = np.empty(count, np.int64), 0
         index = int(np.searchsorted(self.starts, start, side="right")) - 1
-        done = 0
-        while done < len(out):
+        while done < count:
             at = start + done - int(self.starts[index])
-            count = min(len(out) - done, self.shards[index].tokens - at)
-            out[done:done + count] = self.shards[index].read(at, count)
-            done, index = done + count, index + 1
+            part = self.shards[index].read(at, min(count - done, self.shards[index].tokens - at))
+            tokens[done:done + len(part)] = part
+            done, index = done + len(part), index + 1
+        return tokens
 
 
 def permute(index: int, size: int, key: str) -> int:
@@ -355,7 +360,10 @@ def main(argv: list[str]) -> None:
                       f"{decode(shard.read(0, min(12, shard.tokens)))!r}")
                 check_ids([shard], config.vocab_size)
                 noted = (_manifest(folder) or {}).get(path.name, {}).get("sha256")
-                if noted and noted != hashlib.sha256(shard.read(0, shard.tokens)).hexdigest():
+                digest = hashlib.sha256()
+                for _, chunk in chunks([shard]):
+                    digest.update(chunk)
+                if noted and noted != digest.hexdigest():
                     raise UserError(f"{path}: its tokens do not have the checksum in {MANIFEST}; make it again")
             except UserError as error:
                 problems[str(error)] = None

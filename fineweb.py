@@ -386,7 +386,7 @@ def write_shards(writer: Writer, options: Options, files: list[Path]) -> None:
             writer.add(piece, tokens)
             if not options.limit_tokens and share:
                 bar.total = int(writer.tokens / share)  # an estimate: what is read is a little ahead
-            bar.set_postfix(documents=writer.counts["documents"], refresh=False)
+            bar.set_postfix_str(f"{writer.counts['documents']:,} documents", refresh=False)
             bar.update(writer.tokens - before)
             if writer.full:
                 break

@@ -60,7 +60,7 @@ def _chunks(path: Path, column: str):
             for number, line in enumerate(lines, 1):
                 yield 1, raw.tell() / size, lambda line=line, number=number: [_json_text(path, number, line, column)]
     elif kind == "parquet":
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, buffer_size=1 << 20) as file:  # or a row group would be read whole
             _require(path, column, file.schema_arrow.names)
             for i in range(file.num_row_groups):
                 def load(i=i):
