@@ -22,6 +22,8 @@ class Mesh:
     rank: int = 0
     world_size: int = 1
     device_mesh: DeviceMesh | None = None  # None: one process, no process group
+    dp_group: dist.ProcessGroup | None = None  # (dp_replicate, dp_shard) flattened: one group, one collective
+    model_group: dist.ProcessGroup | None = None  # (dp_shard, tp) flattened: the ranks that hold one copy of the model
 
     def _size(self, dim: str) -> int:
         return self.device_mesh[dim].size() if self.device_mesh else 1
@@ -43,16 +45,25 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        return self._size("dp_replicate")
+        """Data-parallel degree, sharded or not: how many ways a global batch is divided."""
+        return self._size("dp_replicate") * self._size("dp_shard")
 
     @property
     def dp_rank(self) -> int:
-        return self._rank("dp_replicate")
+        return self._rank("dp_replicate") * self._size("dp_shard") + self._rank("dp_shard")
+
+    @property
+    def dp_shard(self) -> int:
+        return self._size("dp_shard")
+
+    @property
+    def dp_replicate(self) -> int:
+        return self._size("dp_replicate")
 
     def all_mean(self, x: torch.Tensor) -> torch.Tensor:
         """Mean of `x` over data-parallel ranks; TP peers hold equal values already. One all-reduce."""
         if self.dp > 1:
-            dist.all_reduce(x, group=self.device_mesh["dp_replicate"].get_group())
+            dist.all_reduce(x, group=self.dp_group)
             x /= self.dp
         return x
 
@@ -103,6 +114,11 @@ def start(config: Config) -> Mesh:
     Raises:
         UserError: more processes on this box than GPUs.
     """
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
+        torch.use_deterministic_algorithms(True)
+    if config.async_tp and not torch.cuda.is_available():
+        raise UserError("async_tp = true on a machine without CUDA: it needs symmetric GPU memory; set it to false")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -123,9 +139,12 @@ def start(config: Config) -> Mesh:
 
 def mesh_over_world(config: Config, device: torch.device) -> Mesh:
     """The mesh over an initialised process group."""
-    device_mesh = init_device_mesh(device.type, (config.dp_replicate, 1, config.tp),
-                                   mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
-    return Mesh(device, dist.get_rank(), dist.get_world_size(), device_mesh)
+    def over(**dims: int) -> DeviceMesh:
+        return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    replicate, shard, tp = config.dp_replicate, config.dp_shard, config.tp
+    return Mesh(device, dist.get_rank(), dist.get_world_size(), over(dp_replicate=replicate, dp_shard=shard, tp=tp),
+                over(dp=replicate * shard, tp=tp)["dp"].get_group(),
+                over(dp_replicate=replicate, model=shard * tp)["model"].get_group())
 
 
 def leave(message: str, code: int) -> None:

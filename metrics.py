@@ -117,7 +117,7 @@ class Metrics:
             padding.append(f"{sizes.heads} heads for {real.heads}: attention {sizes.heads / real.heads - 1:+.0%}")
         if sizes.hidden != real.hidden:
             padding.append(f"{sizes.hidden} hidden units for {real.hidden}")
-        micro = c.accumulation(mesh.dp)
+        micro = c.accumulation
         with_sp = ", sequence parallel" if c.sequence_parallel else ""
         with_lp = ", loss parallel" if c.loss_parallel else ""
         print(f"model   GPT-2, {parameters(c) / 1e6:.1f}M parameters: {c.n_layer} layers, {c.n_head} heads, "

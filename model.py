@@ -58,7 +58,8 @@ class LayerNorm(nn.LayerNorm):
         self.dtype = config.torch_dtype
 
     def forward(self, x):
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).to(self.dtype)
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.dtype)
 
 
 class Attention(nn.Module):
@@ -66,7 +67,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, heads: int):
         super().__init__()
-        self.head_dim = config.n_embd // config.n_head
+        self.head_dim, self.dropout = config.n_embd // config.n_head, config.dropout
         self.c_attn = Linear(config.n_embd, heads * 3 * self.head_dim)
         self.c_proj = Linear(heads * self.head_dim, config.n_embd)
 
@@ -74,7 +75,7 @@ class Attention(nn.Module):
         qkv = self.c_attn(x)
         B, T, _ = qkv.shape  # T is whole here even where x is a slice of the sequence
         q, k, v = qkv.view(B, T, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4)  # each (B, heads, T, head_dim)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -95,10 +96,11 @@ class Block(nn.Module):
         self.attn = Attention(config, sizes.heads)
         self.ln_2 = LayerNorm(config)
         self.mlp = MLP(config, sizes.hidden)
+        self.drop_1, self.drop_2 = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
     def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.drop_1(self.attn(self.ln_1(x)))
+        return x + self.drop_2(self.mlp(self.ln_2(x)))
 
 
 class Head(nn.Linear):
@@ -129,6 +131,7 @@ class GPT(nn.Module):
         self.block_size = config.block_size
         self.wte = nn.Embedding(sizes.vocab, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, sizes) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config)
         self.lm_head = Head(config, sizes)
@@ -140,7 +143,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, position: int | None = None):
         """Token ids (B, T) → mean loss if `targets` (B, T) are given, else logits; see `Head.forward`."""
-        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))  # (B, T, n_embd), float32
+        # (B, T, n_embd), float32 even where the weights come gathered in the compute dtype
+        x = self.drop((self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))).float())
         for block in self.h:
             x = block(x)
         return self.lm_head(self.ln_f(x), targets, position)
@@ -150,6 +154,11 @@ def real_shapes(config: Config) -> dict[str, torch.Size]:
     """Every parameter's shape without padding, by name; the tied table once, as `wte.weight`."""
     with torch.device("meta"):
         return {name: p.shape for name, p in GPT(config, Sizes.real(config)).named_parameters()}
+
+
+def seed_from(text: str) -> int:
+    """A generator's seed that follows from `text`, unlike those of all other texts."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
 def initial_value(name: str, shape: torch.Size, config: Config) -> torch.Tensor:
@@ -162,8 +171,7 @@ def initial_value(name: str, shape: torch.Size, config: Config) -> torch.Tensor:
     if ".ln_" in f".{name}":
         return torch.ones(shape)
     std = 0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02
-    digest = hashlib.sha256(f"{config.seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    generator = torch.Generator().manual_seed(seed_from(f"{config.seed}/{name}"))
     return torch.empty(shape).normal_(0, std, generator=generator)
 
 

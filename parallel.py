@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,10 +22,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from config import Config
 from mesh import Mesh
-from model import GPT, Sizes, initial_value, linear_cross_entropy, real_shapes
+from model import GPT, Sizes, initial_value, linear_cross_entropy, real_shapes, seed_from
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the plan
@@ -38,6 +40,7 @@ def plan(config: Config) -> dict[str, ParallelStyle]:
     """
     # activations between blocks (B, T, C): each rank a slice of T, or each rank all of it
     between = Shard(1) if config.sequence_parallel else Replicate()
+    drop = {} if config.sequence_parallel else dict.fromkeys(("drop", "h.*.drop_1", "h.*.drop_2"), SharedDropout())
     norm = SequenceParallel(use_local_output=True) if config.sequence_parallel else ReplicatedNorm()
     column = ColwiseParallel(input_layouts=between)
     row = RowwiseParallel(output_layouts=between)
@@ -53,7 +56,7 @@ def plan(config: Config) -> dict[str, ParallelStyle]:
         "h.*.mlp.c_proj": row,                              # Shard(1), bias Repl.    between
         "ln_f": norm,                                       # Replicate               between
         "lm_head": VocabHead(between, config.loss_parallel),  # wte's                 loss, or whole logits
-    }
+    } | drop
 
 
 class ReplicatedNorm(ParallelStyle):
@@ -139,6 +142,24 @@ class VocabHead(ParallelStyle):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class SharedDropout(ParallelStyle):
+    """Dropout of activations that every rank holds whole: the same mask on all of them, from a seed of the module's.
+
+    Elsewhere activations are sharded and the ranks' own generators make their masks; see `seed_dropout`.
+    """
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module.forward = partial(self._forward, module)
+        return module
+
+    def _forward(self, module, x):
+        if not (module.training and module.p):
+            return x
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+            torch.manual_seed(module.seed)
+            return F.dropout(x, module.p)
+
+
 def _redistribute(x, mesh: DeviceMesh, source, target, grad=None):
     """A local tensor of placement `source` as the local tensor of placement `target`; gradients go the mirrored way.
 
@@ -181,6 +202,61 @@ def _matches(name: str, key: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# FSDP, recomputation, compilation, dropout
+
+
+def wrap_blocks(model: GPT, config: Config, mesh: Mesh) -> None:
+    """Recompute, compile and shard (FSDP) each block, inside out, as the config says; shard the rest with the model."""
+    for block in model.h:
+        if config.activation_checkpointing != "none":
+            options = {}
+            if config.activation_checkpointing == "selective":
+                options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        if config.compile:
+            block.compile(fullgraph=True)
+    if config.async_tp:
+        # private in PyTorch, and the only switch there is
+        torch._inductor.config._micro_pipeline_tp = True
+    if mesh.dp_shard > 1:
+        dims = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
+        # the float32 residual stream enters a block as it is; weights are gathered in the compute dtype
+        policy = MixedPrecisionPolicy(config.torch_dtype, torch.float32, cast_forward_inputs=False)
+        options = {"mesh": mesh.device_mesh[dims], "mp_policy": policy,
+                   "reshard_after_forward": config.reshard_after_forward}
+        for block in model.h:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+
+
+def _keep(context, op, *args, **kwargs) -> CheckpointPolicy:
+    """Selective recomputation keeps what costs most to make again: GEMMs, attention, and what crossed ranks."""
+    name = str(op)
+    kept = ("aten.mm", "aten.addmm", "aten._scaled_dot_product", "reduce_scatter", "all_reduce")
+    return CheckpointPolicy.MUST_SAVE if any(k in name for k in kept) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def sync_in_backward(model: GPT, config: Config, last: bool) -> None:
+    """Before a micro-batch's backward: whether FSDP is to reduce-scatter the gradients in it (once a step, or each)."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or config.accumulate_sharded)
+
+
+def seed_dropout(model: GPT, config: Config, mesh: Mesh, step: int, micro: int) -> None:
+    """Make the masks of a micro-batch a function of (seed, step, micro-batch, layer, data and tensor rank).
+
+    The default generator, different on each rank, serves what is sharded: attention's heads, and with sequence
+    parallelism the residual stream. A replicated stream's modules (`SharedDropout`) get a seed that TP peers share.
+    """
+    if config.dropout:
+        place = f"{config.seed}/{step}/{micro}/{mesh.dp_rank}"
+        torch.manual_seed(seed_from(f"{place}/{mesh.tp_rank}"))
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout):
+                module.seed = seed_from(f"{place}/{name}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # weights
 
 
@@ -190,6 +266,7 @@ def build_model(config: Config, mesh: Mesh) -> GPT:
         model = GPT(config, Sizes.padded(config, mesh.tp))
     if mesh.tp > 1:
         apply_plan(model, config, mesh.device_mesh["tp"])
+    wrap_blocks(model, config, mesh)
     model.to_empty(device=mesh.device)
     model.tie()
     shapes = real_shapes(config)
@@ -209,8 +286,9 @@ def box(p: torch.Tensor) -> tuple[list[int], list[int]]:
     if isinstance(p, DTensor):
         placements = dict(zip(p.device_mesh.mesh_dim_names, p.placements, strict=True))
         for dim in ("tp", "dp_shard"):
-            if dim in placements and placements[dim].is_shard():
-                d, mesh = placements[dim].dim, p.device_mesh[dim]
+            # FSDP's placement of a dimension that tp cuts too is no Shard by class, but has a `dim` as Shard has
+            if (d := getattr(placements.get(dim), "dim", None)) is not None:
+                mesh = p.device_mesh[dim]
                 piece = -(-sizes[d] // mesh.size())
                 begin = min(mesh.get_local_rank() * piece, sizes[d])
                 offsets[d], sizes[d] = offsets[d] + begin, min(piece, sizes[d] - begin)
@@ -246,8 +324,10 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_replicated(x: torch.Tensor) -> bool:
-    """Whether every TP rank holds all of `x`."""
-    return isinstance(x, DTensor) and x.placements[0].is_replicate()
+    """Whether every TP rank holds the same part of `x`."""
+    if not isinstance(x, DTensor) or "tp" not in x.device_mesh.mesh_dim_names:
+        return False
+    return x.placements[x.device_mesh.mesh_dim_names.index("tp")].is_replicate()
 
 
 @torch.no_grad()
@@ -275,23 +355,27 @@ BUCKET = 2**23  # elements of a data-parallel all-reduce: 32 MB
 
 @torch.no_grad()
 def reduce_gradients(params: list[nn.Parameter], mesh: Mesh) -> None:
-    """Make gradients whole, once a step: Partial ones summed over tp in one all-reduce, all averaged over dp."""
+    """Make gradients whole, once a step: Partial ones summed over tp in one all-reduce, all averaged over dp.
+
+    FSDP (dp_shard > 1) has done both in the backward, parameter by parameter.
+    """
+    if mesh.dp_shard > 1:
+        return
     summands = [p for p in params if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()]
     if summands:
         _all_reduce_flat([p.grad.to_local() for p in summands], mesh.device_mesh["tp"].get_group())
         for p in summands:
             p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements, run_check=False)
     if mesh.dp > 1:
-        group = mesh.device_mesh["dp_replicate"].get_group()
         bucket, size = [], 0
         for p in params:
             grad = local(p.grad).div_(mesh.dp)
             if bucket and size + grad.numel() > BUCKET:
-                _all_reduce_flat(bucket, group)
+                _all_reduce_flat(bucket, mesh.dp_group)
                 bucket, size = [], 0
             bucket.append(grad)
             size += grad.numel()
-        _all_reduce_flat(bucket, group)
+        _all_reduce_flat(bucket, mesh.dp_group)
 
 
 def _all_reduce_flat(tensors: list[torch.Tensor], group) -> None:
@@ -309,22 +393,20 @@ def clip_grad_norm(params: list[nn.Parameter], max_norm: float, mesh: Mesh, fore
     Call it after `reduce_gradients`. Sharded gradients count once each, replicated ones once in all. One all-reduce of
     one number. The norm is a float32 scalar on the device, equal on every rank.
     """
-    grads = {True: [], False: []}
-    for p in params:
-        grads[is_replicated(p)].append(local(p.grad))
-    squares = [torch.nn.utils.get_total_norm(part, foreach=foreach).square().to(mesh.device)
-               for part in (grads[False], grads[True])]
-    if mesh.tp > 1:
-        dist.all_reduce(squares[0], group=mesh.device_mesh["tp"].get_group())
-    norm = (squares[0] + squares[1]).sqrt()
+    grads = [local(p.grad) for p in params]
+    # TP peers hold the same part of a replicated gradient: the first of them counts it for all
+    counted = [g for g, p in zip(grads, params, strict=True) if mesh.tp_rank == 0 or not is_replicated(p)]
+    square = torch.nn.utils.get_total_norm(counted, foreach=foreach).square()
+    if mesh.dp_shard * mesh.tp > 1:
+        dist.all_reduce(square, group=mesh.model_group)
+    norm = square.sqrt()
     if max_norm:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1)  # the 1e-6 is torch.nn.utils.clip_grad_norm_'s
-        for part in grads.values():
-            if part and foreach is not False:
-                torch._foreach_mul_(part, scale)
-            else:
-                for grad in part:
-                    grad.mul_(scale)
+        if foreach is not False:
+            torch._foreach_mul_(grads, scale)
+        else:
+            for grad in grads:
+                grad.mul_(scale)
     return norm
 
 

@@ -16,6 +16,7 @@ import torch
 
 import checkpoint
 import config as configuration
+import hf
 from checkpoint import SaveFailed, Saver
 from config import Config, UserError
 from data import Batches, Loader, unigram_entropy
@@ -23,7 +24,15 @@ from data import check as check_split
 from mesh import Mesh, leave, start, world_size
 from metrics import Diverged, Metrics, resident_bytes
 from model import GPT
-from parallel import build_model, check_replicas, clip_grad_norm, make_optimizer, reduce_gradients
+from parallel import (
+    build_model,
+    check_replicas,
+    clip_grad_norm,
+    make_optimizer,
+    reduce_gradients,
+    seed_dropout,
+    sync_in_backward,
+)
 from sample import generate
 from tokenizer import decode, encoding
 
@@ -45,16 +54,18 @@ def learning_rate(step: int, c: Config) -> float:
 def validation_loss(model: GPT, batches: Batches, c: Config, mesh: Mesh) -> float:
     """Mean loss over the first `eval_steps` batches of the validation split: the same tokens at every mesh."""
     total = torch.zeros((), device=mesh.device)
+    model.eval()
     for step in range(c.eval_steps):
         inputs, targets = batches[step]
         micro = list(zip(inputs.split(c.micro_batch_size), targets.split(c.micro_batch_size), strict=True))
         for x, y in micro:
             total += model(x.to(mesh.device), y.to(mesh.device)) / (len(micro) * c.eval_steps)
+    model.train()
     return mesh.all_mean(total).item()
 
 
 def train_step(model: GPT, optimizer: torch.optim.Optimizer, inputs, targets, step: int, c: Config, mesh: Mesh):
-    """One update from this data-parallel rank's rows (sequences / dp, block_size) of the global batch.
+    """Update number `step`, from 0, from this data-parallel rank's rows (sequences / dp, block_size) of its batch.
 
     Returns the mean loss over these rows and the global gradient norm before clipping, both on the device.
     """
@@ -70,7 +81,7 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, inputs, targets, st
     reduce_gradients(params, mesh)
     norm = clip_grad_norm(params, c.grad_clip, mesh)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = learning_rate(step, c)
     optimizer.step()
     optimizer.zero_grad()
     return total, norm
@@ -115,6 +126,10 @@ def open_run(c: Config) -> None:
 
 def main(argv: list[str]) -> None:
     c = configuration.parse(Config, argv, toml=True)
+    source = None
+    if c.init_from:  # the sizes are the weights'; where the run goes on, its checkpoint's
+        source = hf.open_source(c.out_dir if c.resume and checkpoint.steps(c.out_dir) else c.init_from)
+        hf.take_sizes(c, source)
     configuration.check(c, world_size())
     configuration.check_torch(torch.__version__)
     mesh = start(c)
@@ -129,10 +144,10 @@ def main(argv: list[str]) -> None:
     optimizer = make_optimizer(model, c)
     if folder:
         checkpoint.load(folder, c, mesh, model, optimizer)
+    elif source:
+        hf.load(source, c, mesh, model)
+    if folder or source:
         check_replicas(model, mesh)
-    if c.compile:
-        for block in model.h:
-            block.compile()
 
     data = {"sequences": c.sequences, "block_size": c.block_size, "seed": c.seed,
             "dp_rank": mesh.dp_rank, "dp_size": mesh.dp}
@@ -151,10 +166,9 @@ def main(argv: list[str]) -> None:
         while step < c.max_steps and not stop.agreed(mesh):
             inputs, targets = loader.next()
             metrics.begin_step()
-            lr = learning_rate(step, c)
-            loss, norm = train_step(model, optimizer, inputs, targets, lr, c, mesh)
+            loss, norm = train_step(model, optimizer, inputs, targets, step, c, mesh)
             step += 1
-            metrics.end_step(step, loss, norm, lr, loader.data_ms)
+            metrics.end_step(step, loss, norm, optimizer.param_groups[0]["lr"], loader.data_ms)
 
             last = step == c.max_steps
             saver.poll()

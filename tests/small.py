@@ -5,7 +5,7 @@ import torch
 from config import Config, check
 from mesh import Mesh, mesh_over_world
 from parallel import build_model, check_replicas, make_optimizer
-from train_gpt2_tp import learning_rate, train_step
+from train_gpt2_tp import train_step
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def run_steps(config: Config, mesh: Mesh, steps: int = 10) -> tuple[list[float],
     losses, norms = [], []
     for step in range(steps):
         inputs, targets = (rows.chunk(mesh.dp)[mesh.dp_rank] for rows in batch(step, config))
-        loss, norm = train_step(model, optimizer, inputs, targets, learning_rate(step, config), config, mesh)
+        loss, norm = train_step(model, optimizer, inputs, targets, step, config, mesh)
         losses.append(mesh.all_mean(loss).item())
         norms.append(norm.item())
     check_replicas(model, mesh)
