@@ -17,6 +17,7 @@ import torch
 import checkpoint
 import config as configuration
 import hf
+import hf
 from checkpoint import SaveFailed, Saver
 from config import Config, UserError
 from data import Batches, Loader, unigram_entropy
@@ -130,6 +131,10 @@ def main(argv: list[str]) -> None:
     if c.init_from:  # the sizes are the weights'; where the run goes on, its checkpoint's
         source = hf.open_source(c.out_dir if c.resume and checkpoint.steps(c.out_dir) else c.init_from)
         hf.take_sizes(c, source)
+    source = None
+    if c.init_from:  # the sizes are the weights'; where the run goes on, its checkpoint's
+        source = hf.open_source(c.out_dir if c.resume and checkpoint.steps(c.out_dir) else c.init_from)
+        hf.take_sizes(c, source)
     configuration.check(c, world_size())
     configuration.check_torch(torch.__version__)
     mesh = start(c)
@@ -144,6 +149,9 @@ def main(argv: list[str]) -> None:
     optimizer = make_optimizer(model, c)
     if folder:
         checkpoint.load(folder, c, mesh, model, optimizer)
+    elif source:
+        hf.load(source, c, mesh, model)
+    if folder or source:
     elif source:
         hf.load(source, c, mesh, model)
     if folder or source:
