@@ -42,9 +42,6 @@ class Config:
     init_from: str = ""
     """Start from these weights and their sizes: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder,
     a nanoGPT .pt file, or a run's folder. Empty: random ones."""
-    init_from: str = ""
-    """Start from these weights and their sizes: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face folder,
-    a nanoGPT .pt file, or a run's folder. Empty: random ones."""
     seed: int = 1337
     """Seed of the weights, the data order and the samples."""
 
@@ -220,8 +217,6 @@ def check(config: Config, world_size: int) -> None:
     c.resume = c.resume or c.resume_step >= 0
     if c.resume and c.overwrite:
         raise UserError("resume = true with overwrite = true: overwrite deletes what resume goes on from; choose one")
-    if c.init_from and c.overwrite and Path(c.init_from).resolve().is_relative_to(Path(c.out_dir).resolve()):
-        raise UserError(f"init_from = {c.init_from} lies in out_dir, which overwrite deletes: choose another out_dir")
     if c.init_from and c.overwrite and Path(c.init_from).resolve().is_relative_to(Path(c.out_dir).resolve()):
         raise UserError(f"init_from = {c.init_from} lies in out_dir, which overwrite deletes: choose another out_dir")
 

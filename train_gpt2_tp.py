@@ -10,6 +10,7 @@ import math
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,12 +18,11 @@ import torch
 import checkpoint
 import config as configuration
 import hf
-import hf
 from checkpoint import SaveFailed, Saver
 from config import Config, UserError
 from data import Batches, Loader, unigram_entropy
 from data import check as check_split
-from mesh import Mesh, leave, start, world_size
+from mesh import Collectives, Mesh, leave, start, world_size
 from metrics import Diverged, Metrics, resident_bytes
 from model import GPT
 from parallel import (
@@ -131,10 +131,6 @@ def main(argv: list[str]) -> None:
     if c.init_from:  # the sizes are the weights'; where the run goes on, its checkpoint's
         source = hf.open_source(c.out_dir if c.resume and checkpoint.steps(c.out_dir) else c.init_from)
         hf.take_sizes(c, source)
-    source = None
-    if c.init_from:  # the sizes are the weights'; where the run goes on, its checkpoint's
-        source = hf.open_source(c.out_dir if c.resume and checkpoint.steps(c.out_dir) else c.init_from)
-        hf.take_sizes(c, source)
     configuration.check(c, world_size())
     configuration.check_torch(torch.__version__)
     mesh = start(c)
@@ -149,9 +145,6 @@ def main(argv: list[str]) -> None:
     optimizer = make_optimizer(model, c)
     if folder:
         checkpoint.load(folder, c, mesh, model, optimizer)
-    elif source:
-        hf.load(source, c, mesh, model)
-    if folder or source:
     elif source:
         hf.load(source, c, mesh, model)
     if folder or source:
@@ -174,7 +167,10 @@ def main(argv: list[str]) -> None:
         while step < c.max_steps and not stop.agreed(mesh):
             inputs, targets = loader.next()
             metrics.begin_step()
-            loss, norm = train_step(model, optimizer, inputs, targets, step, c, mesh)
+            with Collectives() if step == start_step else nullcontext() as collectives:
+                loss, norm = train_step(model, optimizer, inputs, targets, step, c, mesh)
+            if collectives:
+                metrics.collectives(collectives)
             step += 1
             metrics.end_step(step, loss, norm, optimizer.param_groups[0]["lr"], loader.data_ms)
 
