@@ -33,9 +33,7 @@ import sources
 import tokenizer
 from config import UserError, parse, run
 
-PIECE = 1 << 18  # characters a task, about: some 20 ms of encoding, beside which passing it on costs little
-BUFFER = 1 << 26  # bytes of documents that are shuffled among themselves
-NPY_HEADER = 128  # bytes that numpy.save puts before the tokens
+HEADER = {".npy": 128, ".bin": 1024}  # bytes before the tokens
 
 
 @dataclass
@@ -67,45 +65,6 @@ class Options:
     """Delete the shards that an earlier call with other settings left in `out`."""
 
 
-# ---- between reading and encoding: order and pieces
-
-
-@dataclass
-class Piece:
-    """A document, or a part of a long one, on its way to a worker."""
-
-    row: int  # which document, counted in the order in which they are written
-    read_from: int  # where reading must start to come to it again: the first document of its shuffled block
-    first: bool  # it begins its document
-    text: str
-    replaced: int  # characters U+FFFD that stand for invalid UTF-8
-
-
-def pieces(documents, read_from: int, seed: int, skip: int):
-    """Pieces of `documents`, whose first is number `read_from`; the first `skip` in the order of writing are left out.
-
-    With a seed, documents are collected until they hold BUFFER characters and then drawn in an order that follows
-    from (seed, number of the block's first document): no state but that number.
-    """
-    row = read_from
-    for block_start, document in _shuffled(documents, read_from, seed) if seed >= 0 else enumerate(documents, row):
-        if row >= read_from + skip:
-            for index, (text, replaced) in enumerate(sources.cut(document, PIECE)):
-                yield Piece(row, block_start, index == 0, text, replaced)
-        row += 1
-
-
-def _shuffled(documents, start: int, seed: int):
-    documents, block, size = iter(documents), [], 0
-    for document in documents:
-        block.append(document)
-        size += len(document) if isinstance(document, bytes) else 0
-        if size >= BUFFER:
-            yield from ((start, block[i]) for i in np.random.default_rng([seed, start]).permutation(len(block)))
-            start, block, size = start + len(block), [], 0
-    yield from ((start, block[i]) for i in np.random.default_rng([seed, start]).permutation(len(block)))
-
-
 # ---- encoding
 
 
@@ -132,6 +91,19 @@ def _tokens(text: str) -> np.ndarray:
         return np.concatenate([_tokens(text[: len(text) // 2]), _tokens(text[len(text) // 2:])])
 
 
+def tasks(stream):
+    """The stream's pieces in lists of about PIECE characters."""
+    batch, size = [], 0
+    for piece in stream:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= sources.PIECE or len(batch) >= 4096:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
 def encoded(stream, workers: int):
     """(piece, its tokens) in order, encoded by `workers` processes a few tasks ahead of the caller."""
     context = multiprocessing.get_context("spawn")  # fork copies locks that Arrow's threads may hold
@@ -144,17 +116,10 @@ def encoded(stream, workers: int):
             yield from zip(batch, np.split(np.frombuffer(data, np.uint16), np.cumsum(lengths)[:-1]), strict=True)
 
         try:
-            batch, size = [], 0
-            for piece in stream:
-                batch.append(piece)
-                size += len(piece.text)
-                if size >= PIECE or len(batch) >= 4096:
-                    pending.append((batch, pool.submit(encode, [(p.first, p.text) for p in batch])))
-                    batch, size = [], 0
-                    if len(pending) > 4 * workers:
-                        yield from oldest()
-            if batch:
-                pending.append((batch, pool.submit(encode, [(p.first, p.text) for p in batch])))
+            for batch in tasks(stream):
+                pending.append((batch, pool.submit(encode, [(piece.first, piece.text) for piece in batch])))
+                if len(pending) > 4 * workers:  # so memory is bounded
+                    yield from oldest()
             while pending:
                 yield from oldest()
         except BrokenProcessPool:
@@ -186,7 +151,7 @@ class Writer:
     def full(self) -> bool:
         return 0 < self.options.limit_tokens <= self.tokens
 
-    def add(self, piece: Piece, tokens: np.ndarray) -> None:
+    def add(self, piece: sources.Piece, tokens: np.ndarray) -> None:
         """Append a piece's tokens; whenever a shard is full, it is written."""
         if piece.first:
             self.at = self.counts | {"read_from": piece.read_from, "row": piece.row, "tokens": self.tokens - self.skip}
@@ -258,16 +223,18 @@ def main(argv: list[str]) -> None:
     settings["tokenizer_sha256"] = tokenizer.MERGES_SHA256
     if files:  # what they are called from here matters less than what they are
         settings["source"] = [f"{path.name}, {path.stat().st_size} bytes" for path in files]
-    with contextlib.suppress(FileExistsError):  # a file: writing the manifest says so
+    with contextlib.suppress(OSError):  # writing the manifest says why
         out.mkdir(parents=True, exist_ok=True)
     manifest = prepare(out, settings, options)
     begun, before = time.perf_counter(), sum(shard["tokens"] for shard in manifest["shards"])
-    if "/" in options.source and not files:
-        save(out, manifest | {"complete": False})
+    trains = sum("train" in shard["file"] for shard in manifest["shards"])
+    ready_made = "/" in options.source and not files
+    if manifest["complete"] and (not ready_made or 0 < options.shards <= trains):
+        print(f"{out}: all is there already")
+    elif ready_made:
+        save(out, manifest)
         manifest |= {"shards": sources.hub_shards(options.source, options.shards, out), "complete": True}
         save(out, manifest)
-    elif manifest["complete"]:
-        print(f"{out}: all is there already")
     else:
         try:
             write_shards(Writer(out, options, manifest), options, files)
@@ -321,7 +288,8 @@ def prepare(out: Path, settings: dict, options: Options) -> dict:
     """
     path, fresh = out / "manifest.json", {"settings": settings, "complete": False, "shards": []}
     for leftover in out.glob("*.tmp"):
-        leftover.unlink()
+        if re.fullmatch(r"(manifest\.json|(train|val)_\d+\.npy)\.\d+\.tmp", leftover.name):
+            leftover.unlink()
     shards = sorted(file for file in out.glob("*") if re.fullmatch(r"(.*_)?(train|val)_\d+\.(npy|bin)", file.name))
     if options.overwrite:
         for old in [*shards, path]:
@@ -346,7 +314,9 @@ def prepare(out: Path, settings: dict, options: Options) -> dict:
                         f"{settings[differing]!r:.80}: choose another --out, or begin anew with --overwrite=true")
     sizes = {file.name: file.stat().st_size for file in shards}
     good = 0
-    while good < len(entries) and sizes.get(entries[good]["file"]) == NPY_HEADER + 2 * entries[good]["tokens"]:
+    for entry in entries:
+        if sizes.get(entry["file"]) != HEADER[Path(entry["file"]).suffix] + 2 * entry["tokens"]:
+            break
         good += 1
     if good < len(entries) or not complete:
         # the standard library is read in seconds, and a newer Python's would not fit the shards of the one before
@@ -374,7 +344,7 @@ def write_shards(writer: Writer, options: Options, files: list[Path]) -> None:
     if writer.tokens:
         print(f"{writer.out}: going on after {writer.tokens:,} tokens")
     save(writer.out, writer.manifest)
-    stream = pieces(documents, at["read_from"], options.shuffle_seed, at["row"] - at["read_from"])
+    stream = sources.pieces(documents, at["read_from"], options.shuffle_seed, at["row"] - at["read_from"])
     with tqdm(total=options.limit_tokens or None, initial=writer.tokens, unit=" tokens", unit_scale=True,
               mininterval=0.5 if sys.stderr.isatty() else 30) as bar, contextlib.closing(
                   encoded(stream, options.workers)) as tokens_of:

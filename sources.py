@@ -12,14 +12,19 @@ import json
 import re
 import sysconfig
 import threading
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+
+import numpy as np
 
 from config import UserError
 
 HUB = {"fineweb-edu": "HuggingFaceFW/fineweb-edu", "fineweb": "HuggingFaceFW/fineweb"}
 OFFLINE = "without a network use --source stdlib, or files: --source 'text/*.parquet' (.arrow, .jsonl, .txt)"
 HUB_WAIT = 20  # seconds
+PIECE = 1 << 18  # characters a task, about: some 20 ms of encoding, beside which passing it on costs little
+BUFFER = 1 << 26  # bytes of documents that are shuffled among themselves
 
 
 def local_documents(files: list[Path], column: str, start: int, report):
@@ -138,6 +143,42 @@ def stdlib_documents() -> tuple[list[bytes], int]:
             for key in order], len(held_out)
 
 
+@dataclass
+class Piece:
+    """A document, or a part of a long one, on its way to a worker."""
+
+    row: int  # which document, counted in the order in which they are written
+    read_from: int  # where reading must start to come to it again: the first document of its shuffled block
+    first: bool  # it begins its document
+    text: str
+    replaced: int  # characters U+FFFD that stand for invalid UTF-8
+
+
+def pieces(documents, read_from: int, seed: int, skip: int):
+    """Pieces of `documents`, whose first is number `read_from`; the first `skip` in the order of writing are left out.
+
+    With a seed, documents are collected until they hold BUFFER characters and then drawn in an order that follows
+    from (seed, number of the block's first document): no state but that number.
+    """
+    row = read_from
+    for block_start, document in _shuffled(documents, read_from, seed) if seed >= 0 else enumerate(documents, row):
+        if row >= read_from + skip:
+            for index, (text, replaced) in enumerate(cut(document, PIECE)):
+                yield Piece(row, block_start, index == 0, text, replaced)
+        row += 1
+
+
+def _shuffled(documents, start: int, seed: int):
+    documents, block, size = iter(documents), [], 0
+    for document in documents:
+        block.append(document)
+        size += len(document) if isinstance(document, bytes) else 0
+        if size >= BUFFER:
+            yield from ((start, block[i]) for i in np.random.default_rng([seed, start]).permutation(len(block)))
+            start, block, size = start + len(block), [], 0
+    yield from ((start, block[i]) for i in np.random.default_rng([seed, start]).permutation(len(block)))
+
+
 def cut(document: bytes | Path, size: int):
     """(text, characters replaced for invalid UTF-8) of a document, in pieces of about `size` characters.
 
@@ -153,20 +194,23 @@ def cut(document: bytes | Path, size: int):
 
     codecs.register_error("replace and count", replace)  # this document's count: one document is cut at a time
     decoder = codecs.getincrementaldecoder("utf-8")("replace and count")
-    stream = io.BytesIO(document) if isinstance(document, bytes) else _decompressed(document.open("rb"), document)
-    with stream:
-        text, raw = "", stream.read(size)
-        while raw:
-            ahead = stream.read(size)
-            text, raw = text + decoder.decode(raw, final=not ahead), ahead
-            if ahead and len(text) >= size:
-                tail = text[-4096:]
-                places = [match.end() for match in re.finditer(r"\S(?=[ \n])", tail)]
-                at = len(text) - len(tail) + places[-1] if places else len(text) * (len(text) > 16 * size)
-                if at:
-                    yield text[:at], replaced
-                    text, replaced = text[at:], 0
-        yield text, replaced
+    try:
+        stream = io.BytesIO(document) if isinstance(document, bytes) else _decompressed(document.open("rb"), document)
+        with stream:
+            text, raw = "", stream.read(size)
+            while raw:
+                ahead = stream.read(size)
+                text, raw = text + decoder.decode(raw, final=not ahead), ahead
+                if ahead and len(text) >= size:
+                    tail = text[-4096:]
+                    places = [match.end() for match in re.finditer(r"\S(?=[ \n])", tail)]
+                    at = len(text) - len(tail) + places[-1] if places else len(text) * (len(text) > 16 * size)
+                    if at:
+                        yield text[:at], replaced
+                        text, replaced = text[at:], 0
+            yield text, replaced
+    except (OSError, EOFError) as error:
+        raise UserError(f"{document}: {error}; replace it or leave it out") from None
 
 
 def hub_documents(source: str, name: str, column: str, start: int, report):

@@ -180,7 +180,7 @@ def test_cut_documents_keep_their_tokens(parts, size):
 
 
 def test_a_long_document_is_cut_and_a_wall_of_spaces_survives(tmp_path, monkeypatch):
-    monkeypatch.setattr(fineweb, "PIECE", 64)
+    monkeypatch.setattr(sources, "PIECE", 64)
     text = "It was the best of times, it was the worst of times,\n" * 50
     (tmp_path / "a.txt").write_text(text)
     make(tmp_path / "a.txt", tmp_path / "out", "--val_tokens=1")
@@ -211,8 +211,8 @@ def test_limit_and_empty_source(tmp_path):
 def test_goes_on_after_any_break_with_equal_bytes(tmp_path, monkeypatch, shuffle):
     texts = [*documents(80), "long word " * 2000, *documents(20, seed=1)]
     source = parquet(tmp_path / "a.parquet", texts)
-    monkeypatch.setattr(fineweb, "BUFFER", 3000)
-    monkeypatch.setattr(fineweb, "PIECE", 500)
+    monkeypatch.setattr(sources, "BUFFER", 3000)
+    monkeypatch.setattr(sources, "PIECE", 500)
     words = [*SMALL, *shuffle]
     unbroken = make(source, tmp_path / "unbroken", *words)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "unbroken").glob("*.npy")}
@@ -247,7 +247,7 @@ def test_goes_on_after_any_break_with_equal_bytes(tmp_path, monkeypatch, shuffle
 def test_shuffling_moves_documents_not_tokens(tmp_path, monkeypatch):
     texts = [f"Document {i}." for i in range(500)]
     source = parquet(tmp_path / "a.parquet", texts)
-    monkeypatch.setattr(fineweb, "BUFFER", 2000)
+    monkeypatch.setattr(sources, "BUFFER", 2000)
     orders = []
     for seed in (-1, 0, 1):
         make(source, tmp_path / f"out{seed}", "--val_tokens=1", f"--shuffle_seed={seed}")
@@ -360,6 +360,9 @@ BAD = {
     "a.jsonl.gz: .*damaged": lambda d: (
         (d / "a.jsonl.gz").write_bytes(gzip.compress(os.urandom(9999).hex().encode())[:5000]),
         ["--source", f"{d}/a.jsonl.gz", f"--out={d}/o"])[1],
+    "a.txt.gz: Truncated": lambda d: (
+        (d / "a.txt.gz").write_bytes(gzip.compress(os.urandom(9999).hex().encode())[:5000]),
+        ["--source", f"{d}/a.txt.gz", f"--out={d}/o"])[1],
     "shard_tokens = 0": lambda d: ["--source=fineweb", "--shard_tokens=0"],
     "limit_tokens = 5 with val_tokens = 9": lambda d: ["--source=fineweb", "--limit_tokens=5", "--val_tokens=9"],
     "val_tokens = 9 means nothing with source 'stdlib'": lambda d: ["--source=stdlib", "--val_tokens=9"],
