@@ -4,12 +4,17 @@ import importlib
 import os
 import signal
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from config import Config, UserError
 
@@ -102,6 +107,38 @@ class Mesh:
     def close(self) -> None:
         if self.world_size > 1:
             dist.destroy_process_group()
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives issued under it, by kind, and the bytes of their payload on this rank.
+
+    The payload of a collective is its whole tensor: what an all-gather puts out, a reduce-scatter takes in.
+    """
+
+    KINDS: ClassVar = {"reduce_scatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce",
+                       "broadcast": "broadcast", "alltoall": "all-to-all"}
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.bytes = Counter(), Counter()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # torch.compile goes on compiling under it, and what it compiled still passes here
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor comes first: then what it does to local tensors passes here
+        result = op(*args, **(kwargs or {}))
+        if "c10d" in op.namespace:
+            name = op.__name__.replace("all_", "all").replace("_reduce_scatter", "reduce_scatter")
+            for key, kind in self.KINDS.items():
+                if key in name:
+                    tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
+                    self.counts[kind] += 1
+                    self.bytes[kind] += max(t.numel() * t.element_size() for t in tensors)
+                    break
+        return result
 
 
 def world_size() -> int:

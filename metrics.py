@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from config import Config
-from mesh import Mesh
+from mesh import Collectives, Mesh
 from model import Sizes, real_shapes
 
 # Dense bf16 TFLOP/s with fp32 accumulation, from the makers' data sheets. The first that the device's name contains.
@@ -81,6 +81,7 @@ class Metrics:
         self.config, self.mesh, self.memory_before, self.entropy = config, mesh, memory_before, entropy
         self.peak_flops, self.peak_name = peak_flops(mesh.device, config.torch_dtype)
         self.begin, self.start_step = time.perf_counter(), start_step
+        self.comm_bytes = 0
         self.pending: list[tuple] = []  # steps since the last log line
         self.history: dict[str, list[tuple[int, float]]] = {"train": [], "val": []}
         self.seconds, self.steps, self.last_loss, self.wandb, self.file = 0.0, 0, math.nan, None, None
@@ -118,15 +119,17 @@ class Metrics:
         if sizes.hidden != real.hidden:
             padding.append(f"{sizes.hidden} hidden units for {real.hidden}")
         micro = c.accumulation
+        with_fsdp = f" (dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard})" if mesh.dp_shard > 1 else ""
         with_sp = ", sequence parallel" if c.sequence_parallel else ""
         with_lp = ", loss parallel" if c.loss_parallel else ""
         print(f"model   GPT-2, {parameters(c) / 1e6:.1f}M parameters: {c.n_layer} layers, {c.n_head} heads, "
               f"width {c.n_embd}, context {c.block_size}; {'; '.join(padding)}\n"
-              f"mesh    {mesh.world_size} × {device_name(mesh.device)}: dp {mesh.dp} × tp {mesh.tp}"
+              f"mesh    {mesh.world_size} × {device_name(mesh.device)}: dp {mesh.dp}{with_fsdp} × tp {mesh.tp}"
               f"{(with_sp + with_lp) if mesh.tp > 1 else ''}\n"
               f"batch   {c.total_batch_size:,} tokens a step: {micro} micro-batch{'es' * (micro > 1)} of "
               f"{c.micro_batch_size} × {c.block_size} on {mesh.dp} data-parallel rank{'s' * (mesh.dp > 1)}\n"
-              f"numbers {c.dtype} compute, float32 weights{', blocks compiled' if c.compile else ''}; "
+              f"numbers {c.dtype} compute, float32 weights{', blocks compiled' if c.compile else ''}"
+              f"{f', {c.activation_checkpointing} recomputed' * (c.activation_checkpointing != 'none')}; "
               f"fused AdamW, decay {c.weight_decay} on {len(decay)} tensors ({sum(decay):,} parameters), "
               f"none on {len(rest)} ({sum(rest):,})\n"
               f"mfu     of {self.peak_name}, {self.peak_flops / 1e12:.4g} TFLOP/s a device\n"
@@ -135,6 +138,13 @@ class Metrics:
     @property
     def wandb_id(self) -> str | None:
         return self.wandb.run.id if self.wandb else None
+
+    def collectives(self, counted: Collectives) -> None:
+        """Note what one step sends between ranks; it is the same every step."""
+        self.comm_bytes = sum(counted.bytes.values())
+        if self.mesh.is_main and self.comm_bytes:
+            kinds = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in sorted(counted.counts.items()))
+            print(f"comm    {self.comm_bytes / 1e6:,.1f} MB a step and rank: {kinds}", flush=True)
 
     def begin_step(self) -> None:
         self.step_begin = self._now()
@@ -166,7 +176,8 @@ class Metrics:
             self.history["train"].append((step, loss))
             self.write({"kind": "train", "step": step, "loss": loss, "lr": lr, "grad_norm": norm,
                         "step_ms": seconds * 1e3, "tokens_per_s": speed, "mfu": mfu, "peak_memory_bytes": memory,
-                        "tokens": step * c.total_batch_size, "data_ms": data_ms})
+                        "tokens": step * c.total_batch_size, "data_ms": data_ms,
+                        "comm_bytes_per_step": self.comm_bytes})
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise Diverged(f"step {step}: loss is {loss}, gradient norm {norm}: lower learning_rate or raise "
                                "warmup_steps; --resume=true goes back to the last checkpoint")

@@ -213,8 +213,8 @@ def wrap_blocks(model: GPT, config: Config, mesh: Mesh) -> None:
             if config.activation_checkpointing == "selective":
                 options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
-        if config.compile:
-            block.compile(fullgraph=True)
+        if config.compile:  # the forward alone: FSDP's hooks stay outside
+            block.forward = torch.compile(block.forward, fullgraph=True)
     if config.async_tp:
         # private in PyTorch, and the only switch there is
         torch._inductor.config._micro_pipeline_tp = True
@@ -273,7 +273,7 @@ def build_model(config: Config, mesh: Mesh) -> GPT:
     for name, p in model.named_parameters():
         fill(p, initial_value(name, shapes[name], config))
     assert model.lm_head.weight is model.wte.weight, "the tie is lost"
-    check_replicas(model, mesh)
+    check_weights(model, config, mesh)
     return model
 
 
@@ -331,9 +331,13 @@ def is_replicated(x: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def check_replicas(model: GPT, mesh: Mesh) -> None:
-    """Assert that what ranks hold in common is equal to the bit: replicated parameters over tp, all of them over dp."""
-    named = dict(model.named_parameters())
+def check_weights(model: GPT, config: Config, mesh: Mesh) -> None:
+    """Assert that padding is zero, and that what ranks hold in common (replicated over tp, or over dp_replicate) is
+    equal to the bit."""
+    named, shapes = dict(model.named_parameters()), real_shapes(config)
+    for name, p in named.items():
+        padding = local(p).count_nonzero() - real_part(p, shapes[name])[0].count_nonzero()
+        assert padding == 0, f"the padding of {name} is no longer zero"
     for dim in ("dp_replicate", "tp") if mesh.world_size > 1 else ():
         names = [n for n, p in named.items() if dim == "dp_replicate" or is_replicated(p)]
         if mesh.device_mesh[dim].size() == 1 or not names:

@@ -27,7 +27,7 @@ from metrics import Diverged, Metrics, resident_bytes
 from model import GPT
 from parallel import (
     build_model,
-    check_replicas,
+    check_weights,
     clip_grad_norm,
     make_optimizer,
     reduce_gradients,
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> None:
     elif source:
         hf.load(source, c, mesh, model)
     if folder or source:
-        check_replicas(model, mesh)
+        check_weights(model, c, mesh)
 
     data = {"sequences": c.sequences, "block_size": c.block_size, "seed": c.seed,
             "dp_rank": mesh.dp_rank, "dp_size": mesh.dp}
@@ -190,7 +190,7 @@ def main(argv: list[str]) -> None:
         saver.wait()
         if stop.signal and c.checkpoint_interval and saver.saved < step:
             saver.save(step, last=True, wandb_id=metrics.wandb_id)
-        check_replicas(model, mesh)
+        check_weights(model, c, mesh)
         if mesh.is_main and stop.signal:
             print(f"stopped by {stop.signal} after step {step}; " + (
                 "--resume=true goes on from there" if saver.saved == step > 0 else "nothing was saved"), flush=True)

@@ -4,7 +4,7 @@ import torch
 
 from config import Config, check
 from mesh import Mesh, mesh_over_world
-from parallel import build_model, check_replicas, make_optimizer
+from parallel import build_model, check_weights, make_optimizer
 from train_gpt2_tp import train_step
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def run_steps(config: Config, mesh: Mesh, steps: int = 10) -> tuple[list[float],
         loss, norm = train_step(model, optimizer, inputs, targets, step, config, mesh)
         losses.append(mesh.all_mean(loss).item())
         norms.append(norm.item())
-    check_replicas(model, mesh)
+    check_weights(model, config, mesh)
     return losses, norms
 
 
