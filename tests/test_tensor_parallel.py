@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import ROOT
 from ranks import run_ranks
+from small import CPU, small_config
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -18,6 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tensor_parallel as tp
 from config import UserError
+from mesh import Mesh, mesh_over_world
+from parallel import build_model, is_replicated, local, reduce_gradients
+from quantize import FloatLinear, quantize
 
 C, T = 24, 12
 OPERATORS = ("mlp", "mlp sequence-parallel")
@@ -175,7 +179,7 @@ def sharded_modules(group):
 
     for bits, group_size in ((8, 0), (4, 8)):  # 96 inputs: groups of 8 fall whole on 1, 2, 3 and 4 ranks
         for style, n_in, n_out in (("column", 24, 96), ("row", 96, 24)):
-            whole = tp.quantize(nn.Linear(n_in, n_out).double(), bits, group_size)
+            whole = quantize(nn.Linear(n_in, n_out).double(), bits, group_size)
             x = torch.randn(3, n_in).double()
             splits = None if style == "row" else [48, 24, 24]
             sharded = tp.shard_linear(copy.deepcopy(whole), style, group, splits)
@@ -185,6 +189,62 @@ def sharded_modules(group):
                 want = torch.cat([share(part, -1, group) for part in want.split(splits, -1)], -1)
             found[f"int{bits} {style}"] = relative(got, want)
             assert sharded.weight.numel() * world == whole.weight.numel(), "the weights are really cut"
+    return found
+
+
+def packed_floats(group):
+    """FloatLinear, cut and then packed, beside the whole one as it is."""
+    found = {}
+    for style, n_in, n_out in (("column", 24, 96), ("row", 96, 24)):
+        torch.manual_seed(8)
+        whole, x = FloatLinear(n_in, n_out).requires_grad_(False), torch.randn(3, n_in)
+        sharded = tp.shard_linear(copy.deepcopy(whole), style, group).pack()
+        got, want = sharded(x if style == "column" else share(x, -1, group)), whole(x)
+        found[f"packed {style}"] = relative(got, want if style == "row" else share(want, -1, group))
+    return found
+
+
+def block_by_hand(block, x, group, s):
+    """A block of `model.py` with f and g over the shares of its weights; x and y are this rank's."""
+    cuts = {"attn.c_attn.weight": 0, "attn.c_attn.bias": 0, "attn.c_proj.weight": 1, "mlp.c_fc.weight": 0,
+            "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 1}
+    p = {name: (share(q, cuts[name], group) if name in cuts else q).detach().clone().requires_grad_()
+         for name, q in block.named_parameters()}
+    leaf = x.detach().clone().requires_grad_()
+    h = tp.f(F.layer_norm(leaf, x.shape[-1:], p["ln_1.weight"], p["ln_1.bias"]), group, s)
+    qkv = F.linear(h, p["attn.c_attn.weight"], p["attn.c_attn.bias"])
+    q, k, v = qkv.unflatten(-1, (-1, 3, block.attn.head_dim)).transpose(1, 3).unbind(1)  # (B, heads/tp, T, head_dim)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    x = leaf + tp.g(F.linear(y, p["attn.c_proj.weight"]), group, s) + p["attn.c_proj.bias"]
+    h = tp.f(F.layer_norm(x, x.shape[-1:], p["ln_2.weight"], p["ln_2.bias"]), group, s)
+    h = F.gelu(F.linear(h, p["mlp.c_fc.weight"], p["mlp.c_fc.bias"]), approximate="tanh")
+    return x + tp.g(F.linear(h, p["mlp.c_proj.weight"]), group, s) + p["mlp.c_proj.bias"], p | {"x": leaf}
+
+
+def beside_the_plan(group):
+    """A block of the trainer's model under `parallel.py`'s plan beside f and g on the same weights, float32."""
+    found = {}
+    for s in (False, True):
+        config = small_config(group.size(), tp=group.size(), n_head=4, n_layer=1, sequence_parallel=s)
+        mesh = mesh_over_world(config, CPU)
+        planned, whole = build_model(config, mesh), build_model(config, Mesh(CPU))  # the weights follow from the seed
+        generator = torch.Generator().manual_seed(9)
+        x, grad_y = (torch.randn(2, config.block_size, config.n_embd, generator=generator) for _ in range(2))
+        if s:
+            x, grad_y = share(x, 1, group), share(grad_y, 1, group)
+        y, p = block_by_hand(whole.h[0], x, group, s)
+        y.backward(grad_y)
+        theirs_x = x.clone().requires_grad_()
+        theirs_y = planned.h[0](theirs_x)
+        theirs_y.backward(grad_y)
+        reduce_gradients(list(planned.h[0].parameters()), mesh)
+        pairs = {"y": (y.detach(), theirs_y.detach()), "x": (p["x"].grad, theirs_x.grad)}
+        for name, q in planned.h[0].named_parameters():
+            got = p[name].grad
+            if s and is_replicated(q):  # ours met this rank's tokens only
+                dist.all_reduce(got, group=group)
+            pairs[name] = got, local(q.grad)
+        found |= {f"plan, sequence_parallel = {s}: {name}": relative(a, b) for name, (a, b) in pairs.items()}
     return found
 
 
@@ -209,7 +269,7 @@ def compiled(group):
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     found |= {f"compiled {i}": relative(got, want) for i, (want, got) in enumerate(zip(*results, strict=True))}
     rows = nn.ModuleList(tp.shard_linear(make(nn.Linear(96, 32)), "row", group)
-                         for make in (lambda linear: linear, lambda linear: tp.quantize(linear, 8)))
+                         for make in (lambda linear: linear, lambda linear: quantize(linear, 8)))
     with torch.no_grad():
         x = torch.randn(2, 96 // group.size())
         got = torch.compile(lambda x: [row(x) for row in rows], backend="aot_eager", fullgraph=True)(x)
@@ -228,7 +288,7 @@ def refused(group):
 
     shard, whole = tp.shard_linear, lambda *shape: nn.Linear(*shape)
     done = shard(whole(8, 8), "row", group)
-    packed = tp.quantize(whole(64, 64), 4).pack()
+    packed = quantize(whole(64, 64), 4).pack()
     return {
         "outputs": message(shard, whole(8, 9), "column", group),
         "inputs": message(shard, whole(9, 8), "row", group),
@@ -237,7 +297,7 @@ def refused(group):
         "style": message(shard, whole(8, 8), "diagonal", group),
         "twice": message(shard, done, "row", group),
         "packed": message(shard, packed, "row", group),
-        "groups": message(shard, tp.quantize(whole(96, 8), 4, 32), "row", group),
+        "groups": message(shard, quantize(whole(96, 8), 4, 32), "row", group),
         "plain": message(tp.row_linear_forward, torch.ones(9), torch.ones(2, 4), group, input_is_split=False),
         "tokens": message(tp.g, torch.ones(2, 5, 4), group, True),
     }
@@ -265,13 +325,13 @@ def broken_walks(group):
 
 def compare(group):
     return {"float64": plain_functions(group) | beside_float64(group) | sharded_modules(group),
-            "float32": beside_dtensor(group)}
+            "float32": beside_dtensor(group) | packed_floats(group)}
 
 
 def two_ranks(rank):
     group = dist.group.WORLD
     found = compare(group)
-    found["float32"] |= compiled(group)
+    found["float32"] |= compiled(group) | beside_the_plan(group)
     return found, refused(group), broken_walks(group)
 
 
@@ -303,44 +363,6 @@ def test_one_three_and_four_ranks():
     for rank, (four, fewer) in enumerate(run_ranks(one_three_and_four_ranks, 4)):
         assert_equal(four, f"on rank {rank} of 4")
         assert_equal(fewer, f"on rank {rank}, of a group of 1 or 3")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 16, 17])
-@pytest.mark.parametrize(("bits", "group_size", "shape"), [
-    (8, 0, (128, 64)), (8, 0, (40, 7)), (4, 32, (128, 48)), (4, 128, (256, 16)), (4, 2, (8, 5)), (4, 32, (64, 5))])
-def test_quantized(bits, group_size, shape, rows, dtype):
-    """Weights within half a step of the float ones, and every way of multiplying equal to float64 on the same codes."""
-    n_in, n_out = shape
-    torch.manual_seed(6)
-    linear = nn.Linear(n_in, n_out).to(dtype)
-    with torch.no_grad():
-        linear.weight[1] = 0  # as in a padded head
-    quantized = tp.quantize(linear, bits, group_size)
-    with torch.no_grad():
-        eye = torch.eye(n_in, dtype=torch.float64)
-        exact = copy.deepcopy(quantized).double()
-        weight = exact.product(eye).T  # (out, in)
-    step = exact.scale.T.repeat_interleave(n_in // exact.scale.size(0), 1)
-    assert ((weight - linear.weight.double()).abs() <= step * 0.5 * (1 + 2**-6)).all()
-    assert (weight[1] == 0).all()
-    x = torch.randn(2, rows, n_in).to(dtype)[0]
-    want = F.linear(x.double(), weight, linear.bias.double())
-    limit = 1e-5 if dtype == torch.float32 else 2e-2
-    assert relative(quantized(x), want) < limit
-    assert relative(quantized(x[None])[0], want) < limit
-    packed = quantized.pack()
-    assert packed.packed == (bits == 4 and group_size >= 32 and n_out % 16 == 0)
-    assert relative(packed.pack()(x), want) < limit
-    assert relative(packed(x[None, None])[0, 0], want) < limit
-    strided = x.repeat_interleave(3, 0)[:, None].expand(-1, 2, -1)[::3, 1]  # as the last position of each prompt
-    assert relative(quantized(strided), want) < limit
-
-
-@pytest.mark.parametrize(("bits", "group_size"), [(3, 32), (4, 0), (4, 5), (4, 48), (4, -2)])
-def test_quantize_refuses(bits, group_size):
-    with pytest.raises(UserError, match="bits must be 8, or 4 with an even group_size that divides the 32 inputs"):
-        tp.quantize(nn.Linear(32, 16), bits, group_size)
 
 
 def test_walk_as_a_user_runs_it():
