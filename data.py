@@ -105,8 +105,7 @@ def _npy(path: Path, file) -> Shard:
 
 
 def _bin(path: Path, file, size: int) -> Shard:
-    header = np.frombuffer(file.read(BIN_HEADER)[: BIN_HEADER // 4 * 4].ljust(12, b"\0")[:12], "<i4")
-    magic, version, tokens = (int(value) for value in header)
+    magic, version, tokens = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
     if magic == BIN_MAGIC:
         if version != BIN_VERSION:
             raise UserError(f"{path}: version {version} of the llm.c format; only version {BIN_VERSION} is GPT-2's")
@@ -268,7 +267,8 @@ class Batches:
         self.rows = range(sequences // dp_size * dp_rank, sequences // dp_size * (dp_rank + 1))
 
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of this rank at `step` ≥ 0: int64, both (sequences / dp_size, block_size)."""
+        """Inputs and targets of this rank at `step` ≥ 0: int64, both (sequences / dp_size, block_size); they may share
+        memory."""
         epoch, batch = divmod(step, self.steps_per_epoch)
         first, rows, T = batch * self.sequences + self.rows.start, len(self.rows), self.block_size
         if not self.shuffle:  # the windows follow each other: one read, and targets are the inputs one token on

@@ -265,7 +265,8 @@ def test_loader_prepares_ahead_and_says_how_long_it_waited(tmp_path):
     loader = data.Loader(Slow(), 2, "cpu")
     loader.next()
     assert loader.data_ms > 50  # nothing could be ready yet
-    time.sleep(0.2)  # the step computes
+    while not loader._ahead.done():  # the step computes
+        time.sleep(0.01)
     x, _ = loader.next()
     assert loader.data_ms < 50
     assert torch.equal(x, b[3][0])
