@@ -111,7 +111,7 @@ class Config:
     async_tp: bool = False
     """On CUDA with compile: cut all-gathers and reduce-scatters in pieces that overlap with their GEMMs."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
-    """Recompute in the backward: nothing, whole blocks, or all but the results of GEMMs and attention."""
+    """Recompute in the backward: nothing, whole blocks, or all but GEMMs and attention (which compile does anyway)."""
     deterministic: bool = False
     """Bitwise the same losses on two runs of one mesh, at some cost in speed on CUDA."""
 

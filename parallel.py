@@ -206,15 +206,15 @@ def _matches(name: str, key: str) -> bool:
 
 
 def wrap_blocks(model: GPT, config: Config, mesh: Mesh) -> None:
-    """Recompute, compile and shard (FSDP) each block, inside out, as the config says; shard the rest with the model."""
+    """Compile, recompute and shard (FSDP) each block, inside out, as the config says; shard the rest with the model."""
     for block in model.h:
-        if config.activation_checkpointing != "none":
-            options = {}
-            if config.activation_checkpointing == "selective":
-                options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
         if config.compile:  # the forward alone: FSDP's hooks stay outside
             block.forward = torch.compile(block.forward, fullgraph=True)
+        if config.activation_checkpointing == "block":
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        elif config.activation_checkpointing == "selective" and not config.compile:  # the compiler does it by itself
+            contexts = partial(create_selective_checkpoint_contexts, _keep)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     if config.async_tp:
         # private in PyTorch, and the only switch there is
         torch._inductor.config._micro_pipeline_tp = True
