@@ -327,6 +327,14 @@ def test_the_table(tmp_path, capsys):
     assert repr("!\"#$%&'()*+,") in shown  # the first shard's first 12 tokens
 
 
+def test_the_table_says_when_a_batch_is_too_large(tmp_path, capsys):
+    write(tmp_path, [300])
+    write(tmp_path, [60], "val")  # one token short of a batch and its last target
+    with pytest.raises(UserError, match="1 problem found"):
+        data.main([str(tmp_path), "--block_size=5", "--total_batch_size=60", "--micro_batch_size=1"])
+    assert "60 val tokens do not fill a batch of 60 and its last target" in capsys.readouterr().out
+
+
 def test_the_table_shows_every_problem(tmp_path):
     write(tmp_path, [300, 200, 100])
     (tmp_path / "train_000000.npy").write_bytes(b"?")
