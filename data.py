@@ -374,8 +374,8 @@ def main(argv: list[str]) -> None:
                 f"; max_steps = {config.max_steps:,} are {config.max_steps / epoch:.2f} epochs"
                 if split == "train" and epoch else ""))
             if not epoch:
-                problems[f"{folder}: {tokens:,} {split} tokens do not fill a batch of "
-                         f"{config.total_batch_size:,} and its last target; make more shards, or lower total_batch_size"] = None
+                problems[f"{folder}: {tokens:,} {split} tokens do not fill a batch of {config.total_batch_size:,} "
+                         "and its last target; make more shards, or lower total_batch_size"] = None
     for problem in problems:
         print(f"problem: {problem}")
     if problems:
