@@ -1,5 +1,6 @@
 # make train   environment, data, a small GPT-2 trained with tensor parallelism      STEPS=50 for a shorter run
 # make test    environment and the whole suite
+# make soak    a run killed at 20 random moments and resumed each time (some minutes)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -18,13 +19,16 @@ test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest
 
+soak: .venv/installed-dev
+	$(BIN)/python tests/soak.py --kills=20
+
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off -r requirements.txt
+	$(BIN)/pip install -qq --disable-pip-version-check --progress-bar off -r requirements.txt
 	touch $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off -r requirements-dev.txt
+	$(BIN)/pip install -qq --disable-pip-version-check --progress-bar off -r requirements-dev.txt
 	touch $@
 
-.PHONY: train test
+.PHONY: train test soak

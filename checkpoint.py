@@ -32,9 +32,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.fsdp import FSDPModule
 
 from config import Config, UserError
 from mesh import Mesh
@@ -44,7 +45,7 @@ from parallel import real_part
 # A run that resumes with another value of one of these is another run. The first ones cannot be overridden.
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
 SAME = (*SIZES, "total_batch_size", "seed", "shuffle", "lr_schedule", "learning_rate", "min_lr", "warmup_steps",
-        "decay_steps", "weight_decay", "beta1", "beta2", "grad_clip", "dtype")
+        "decay_steps", "weight_decay", "beta1", "beta2", "grad_clip", "dropout", "dtype")
 NAME = re.compile(r"step_(\d+)")
 METADATA = {  # module → what DCP's .metadata needs of it
     "torch.distributed.checkpoint.metadata": {
@@ -76,6 +77,9 @@ def parts(config: Config, model: GPT, optimizer: torch.optim.Optimizer | None = 
     """This rank's parts of the parameters (the tied table once) and of AdamW's moments, aliasing the live tensors."""
     found = {}
     shapes = real_shapes(config)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass alone it may show its gathered copies, in the compute dtype
     for name, p in model.named_parameters():
         tensors = {f"model.{name}": p.detach()}
         if optimizer is not None:
@@ -102,6 +106,16 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index):
         return self.state_dict[index.fqn].tensor
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer; where a disk is full it says so, and not what PyTorch's zip writer thinks of it."""
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -136,7 +150,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module, name):
         if name in METADATA.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which no checkpoint needs")
+        raise UserError(f".metadata asks for {module}.{name}, which no checkpoint needs")
 
 
 class _Reader(dcp.FileSystemReader):
@@ -149,6 +163,8 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args, **kwargs):
         with open(self.path / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise UserError(".metadata is none of DCP's")
         if unknown := {info.relative_path for info in metadata.storage_data.values()} - set(self.files):
             raise UserError(f".metadata points to {min(unknown)}, which run.json does not list")
         return metadata
@@ -164,10 +180,12 @@ def load(folder: Path, config: Config, mesh: Mesh, model: GPT, optimizer: torch.
     if optimizer is not None:
         _start_state(optimizer, meta["step"])
     try:
+        reader = _Reader(folder, meta["files"])
+        reader.read_metadata()  # DCP would hide what this raises
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process has no group
-            dcp.load(parts(config, model, optimizer), storage_reader=_Reader(folder, meta["files"]),
-                     planner=_LoadPlanner(), no_dist=mesh.world_size == 1)
+            dcp.load(parts(config, model, optimizer), storage_reader=reader, planner=_LoadPlanner(),
+                     no_dist=mesh.world_size == 1)
     except (Exception, CheckpointException) as error:
         raise UserError(f"checkpoint {folder}: {_brief(error)}") from None
 
@@ -446,7 +464,7 @@ class Saver:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), planner=_SavePlanner(),
+                dcp.save(state, storage_writer=_Writer(partial), planner=_SavePlanner(),
                          process_group=self.group, no_dist=self.group is None)
             for path in partial.glob(f"__{self.mesh.rank}_*"):
                 files[path.name] = path.stat().st_size, _sha256(path)

@@ -96,9 +96,10 @@ class Metrics:
             for row in kept:
                 if row["kind"] in self.history:
                     self.history[row["kind"]].append((row["step"], row["loss"]))
-        self.file = path.open("w")
-        for row in kept:
-            self.file.write(json.dumps(row) + "\n")
+        new = path.with_suffix(".partial")  # a kill at this moment must not take the rows with it
+        new.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self.file = new.open("a")
+        new.replace(path)
         if config.wandb:
             self.wandb = start_wandb(config, wandb_id)
         self.write({"kind": "run", "argv": sys.argv, "commit": commit(), "start_step": start_step,

@@ -7,14 +7,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+mp.set_forkserver_preload(["train_gpt2_tp"])  # imported once, by the server that all ranks are forked from
+
 
 def run_ranks(function, world_size: int, *args) -> list:
-    """`function(rank, *args)` on `world_size` spawned processes with an initialised gloo group; results by rank.
+    """`function(rank, *args)` on `world_size` processes with an initialised gloo group; results by rank.
 
     `function` must be importable (module level), its results picklable. An exception on any rank fails the caller.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_start, args=(function, world_size, folder, args), nprocs=world_size)
+        mp.start_processes(_start, args=(function, world_size, folder, args), nprocs=world_size,
+                           start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
