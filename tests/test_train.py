@@ -135,7 +135,9 @@ MISTAKES = {
     "no file": (["nothing.toml"], "config file nothing.toml"),
     "batch": (["--total_batch_size=65"], "total_batch_size = 65 (tokens) is not divisible by block_size = 16"),
     "micro-batch": (["--micro_batch_size=3"], "4 sequences of block_size = 16, not divisible by micro_batch_size = 3"),
-    "mesh": (["--tp=3"], "tp = 3 with dp_replicate = -1 does not fill 1 process"),
+    "mesh": (["--tp=3"], "tp = 3, dp_shard = 1, dp_replicate = -1 does not fill 1 process"),
+    "two rests": (["--dp_shard=-1"], "dp_shard = -1, dp_replicate = -1: only one can be -1"),
+    "async_tp": (["--async_tp=true"], "async_tp = true with compile = false"),
     "heads": (["--n_head=3"], "n_embd = 16 is not divisible by n_head = 3"),
     "vocabulary": (["--vocab_size=70000"], "vocab_size = 70000: token shards are uint16"),
     "negative": (["--learning_rate=-1"], "learning_rate = -1.0"),
@@ -177,6 +179,18 @@ def test_mistakes_of_the_machine(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(UserError, match=r"--nproc-per-node=4 on a box with 2 GPU"):
         trainer.start(Config())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match=r"async_tp = true on a machine without CUDA"):
+        trainer.start(Config(async_tp=True))
+
+
+def test_deterministic_runs_are_equal_to_the_bit(tmp_path, data_dir, monkeypatch):
+    monkeypatch.setattr("torch.use_deterministic_algorithms", (asked := []).append)
+    for name in "ab":
+        trainer.main([f"--data_dir={data_dir}", f"--out_dir={tmp_path / name}", *SMALL, "--deterministic=true",
+                      "--dropout=0.1", "--dtype=bfloat16", "--checkpoint_interval=0"])
+    a, b = ([(row["loss"], row["grad_norm"]) for row in rows(tmp_path / name, "train")] for name in "ab")
+    assert a == b and asked == [True, True]
 
 
 @pytest.mark.parametrize("mistake", ["mesh", "token id"])  # one found by every rank, one found by rank 0 alone
@@ -195,7 +209,7 @@ def test_every_worker_exits_with_2(mistake, tmp_path, data_dir):
 
 def test_plain_python_exits_with_2(tmp_path, data_dir):
     failed = run("--tp=3")
-    assert failed.returncode == 2 and failed.stderr.startswith("error: tp = 3") and failed.stderr.count("\n") == 1
+    assert failed.returncode == 2 and failed.stderr.startswith("error: tp = 3, ") and failed.stderr.count("\n") == 1
 
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
