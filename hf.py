@@ -287,11 +287,11 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    words = [word for word in argv if word not in ("-h", "--help")]
-    options = parse(Options, words[2:] if words == argv else ["--help"])
-    if words[:1] != ["export"] or len(words) < 2 or words[1].startswith("--") or not options.to:
+    given = argv[:1] == ["export"] and len(argv) > 1 and not argv[1].startswith("-")
+    options = parse(Options, argv[2:] if given else [word for word in argv if word in ("-h", "--help")])
+    if not given or not options.to:
         raise UserError("python hf.py export RUN --to DIR: RUN is a run's folder or one of its checkpoints")
-    print(f"wrote   {export(words[1], options.to)}", flush=True)
+    print(f"wrote   {export(argv[1], options.to)}", flush=True)
 
 
 if __name__ == "__main__":
