@@ -4,6 +4,7 @@ A step leaves its loss and norm on the device; they are read, and rows written, 
 lines nothing waits for the device. Every rank calls every method (means are taken over ranks); only rank 0 writes.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -85,14 +86,17 @@ class Metrics:
         self.pending: list[tuple] = []  # steps since the last log line
         self.history: dict[str, list[tuple[int, float]]] = {"train": [], "val": []}
         self.seconds, self.steps, self.last_loss, self.wandb, self.file = 0.0, 0, math.nan, None, None
+        self.full = False  # whether the disk was, ever
         if not mesh.is_main:
             return
         out = Path(config.out_dir)
         path = out / "metrics.jsonl"
         kept = []
         if start_step and path.exists():  # what a resumed run did after its checkpoint, it does again
-            rows = (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
-            kept = [row for row in rows if row.get("step", 0) <= start_step]
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # a row that a kill cut short
+                    kept.append(json.loads(line))
+            kept = [row for row in kept if row.get("step", 0) <= start_step]
             for row in kept:
                 if row["kind"] in self.history:
                     self.history[row["kind"]].append((row["step"], row["loss"]))
@@ -207,8 +211,14 @@ class Metrics:
         """One row to metrics.jsonl and W&B; does nothing but on rank 0."""
         if not self.mesh.is_main:
             return
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+        except OSError as error:  # a full disk ends no run; the row waits in the buffer for the next one's turn
+            if not self.full:
+                print(f"{self.config.out_dir}/metrics.jsonl: {error.strerror}; rows are written when there is room again",
+                      flush=True)
+            self.full = True
         if self.wandb:
             self.wandb.row(row)
 
@@ -249,7 +259,8 @@ class Metrics:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.tight_layout()
-        figure.savefig(Path(self.config.out_dir) / "loss.png")
+        with contextlib.suppress(OSError):  # a full disk, which `write` has told of
+            figure.savefig(Path(self.config.out_dir) / "loss.png")
         plt.close(figure)
 
     def close(self, exit_code: int = 0) -> None:
@@ -257,7 +268,8 @@ class Metrics:
         if self.file and not self.file.closed:
             if self.history["train"] or self.history["val"]:
                 self.plot()
-            self.file.close()
+            with contextlib.suppress(OSError):
+                self.file.close()
             if self.wandb:
                 self.wandb.finish(Path(self.config.out_dir) / "loss.png", exit_code)
 

@@ -7,6 +7,7 @@ Read it top to bottom: config → mesh → model → optimizer → loop. `--help
 """
 
 import math
+import os
 import shutil
 import signal
 import sys
@@ -114,6 +115,9 @@ def open_run(c: Config) -> None:
         if not c.overwrite:
             raise UserError(f"out_dir = {out} holds another run: choose another out_dir, go on with --resume=true, "
                             "or delete it with --overwrite=true")
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # torchrun --max-restarts, the same command again
+            raise UserError(f"out_dir = {out}: overwrite = true would delete the run that is being restarted: start "
+                            "with --resume=true in place of it")
         for name in ("config.toml", "metrics.jsonl", "loss.png"):
             (out / name).unlink(missing_ok=True)
         for name in ("checkpoints", "wandb"):

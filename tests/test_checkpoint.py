@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -351,6 +352,21 @@ def test_a_strangers_checkpoint_runs_no_code(run, call, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"step_000003: \.metadata asks for [\w.]+, which no checkpoint needs"):
         checkpoint.load(folder, config, Mesh(CPU), model)
     assert not (tmp_path / "owned").exists()
+
+
+def test_training_goes_on_with_a_full_disk(tmp_path):
+    """Not one file may grow beyond 6,000 bytes: no checkpoint, no plot, not all rows. The end must not pass for one."""
+    np.save(tmp_path / "train_000000.npy", (np.arange(5000) * 7 % 997).astype(np.uint16))
+    words = ["--n_layer=1", "--n_head=1", "--n_embd=16", "--block_size=16", "--vocab_size=1000", "--eval_interval=0",
+             "--total_batch_size=64", "--micro_batch_size=4", "--max_steps=30", "--sample_interval=0",
+             "--checkpoint_interval=10", f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'run'}"]
+    done = subprocess.run([sys.executable, ROOT / "train_gpt2_tp.py", *words], capture_output=True, text=True,
+                          timeout=120, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)))
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith("error: checkpoint of step 30 not saved: [Errno 27] File too large\n")
+    assert "checkpoint of step 20 not saved" in done.stdout and "step 30/30 | loss" in done.stdout
+    assert "metrics.jsonl: File too large; rows are written when there is room again" in done.stdout
+    assert not list((tmp_path / "run/checkpoints").iterdir())
 
 
 def test_killed_at_random_and_resumed():
