@@ -216,7 +216,7 @@ class Metrics:
             self.file.flush()
         except OSError as error:  # a full disk ends no run; the row waits in the buffer for the next one's turn
             if not self.full:
-                print(f"{self.config.out_dir}/metrics.jsonl: {error.strerror}; rows are written when there is room again",
+                print(f"{self.config.out_dir}/metrics.jsonl: {error.strerror}; rows wait for room",
                       flush=True)
             self.full = True
         if self.wandb:

@@ -365,7 +365,7 @@ def test_training_goes_on_with_a_full_disk(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.startswith("error: checkpoint of step 30 not saved: [Errno 27] File too large\n")
     assert "checkpoint of step 20 not saved" in done.stdout and "step 30/30 | loss" in done.stdout
-    assert "metrics.jsonl: File too large; rows are written when there is room again" in done.stdout
+    assert "metrics.jsonl: File too large; rows wait for room" in done.stdout
     assert not list((tmp_path / "run/checkpoints").iterdir())
 
 
