@@ -104,4 +104,4 @@ def quantize(linear: nn.Linear, bits: int, group_size: int = 64) -> QuantizedLin
         codes = (codes + 8).to(torch.uint8)
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     bias = None if linear.bias is None else linear.bias.clone()
-    return QuantizedLinear(codes, scale.T.contiguous(), bias, bits, group_size)
+    return QuantizedLinear(codes.contiguous(), scale.T.contiguous(), bias, bits, group_size)

@@ -26,6 +26,7 @@ def test_quantized(bits, group_size, shape, rows, dtype):
     n_in, n_out = shape
     torch.manual_seed(6)
     linear = nn.Linear(n_in, n_out).to(dtype)
+    linear.weight = nn.Parameter(linear.weight.t().contiguous().t())  # as from a Hugging Face file
     with torch.no_grad():
         linear.weight[1] = 0  # as in a padded head
     quantized = quantize(linear, bits, group_size)

@@ -248,7 +248,7 @@ def test_as_a_user_runs_it(folder, tmp_path, capsys):
     text = "".join(f"── prompt {i}, sample 1\n{text}\n\n" for i, text in enumerate(want, start=1))
     assert done.stdout.startswith(text + "\n2 processes on cpu")
 
-    sample.main([*map(str, greedy), "--prompt", prompts[1], "--num_samples=2", "--quantize=int8"])
+    sample.main([*map(str, greedy), "--dtype=bfloat16", "--prompt", prompts[1], "--num_samples=2", "--quantize=int8"])
     out = capsys.readouterr().out
     assert out.count("── prompt 1, sample ") == 2 and out.count("\né") == 2
 
