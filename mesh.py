@@ -1,10 +1,12 @@
 """Where a process stands: torchrun's process group, the device mesh over it, and how all ranks leave together."""
 
+import ctypes
 import importlib
 import os
 import signal
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar
@@ -164,6 +166,8 @@ def start(config: Config) -> Mesh:
                             "one process a GPU; start fewer, or CUDA_VISIBLE_DEVICES= to run on the CPU")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     if world_size() == 1:
         return Mesh(device)
     if config.compile:
@@ -172,6 +176,17 @@ def start(config: Config) -> Mesh:
         # gloo beside NCCL carries what the host needs to agree on without waiting for the device
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return mesh_over_world(config, device)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc hand freed activations out again instead of returning them to the kernel.
+
+    Every large tensor is else a fresh mapping whose pages fault one by one: about 13% of a CPU step.
+    """
+    with suppress(OSError, AttributeError):  # another C library: nothing to do
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: take large blocks from the heap
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: and never shrink it
 
 
 def mesh_over_world(config: Config, device: torch.device) -> Mesh:

@@ -9,6 +9,7 @@ units and vocabulary rows are then this rank's, and T between blocks this rank's
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -204,7 +205,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     the small operands of the two backward GEMMs, not to E.
     """
 
-    CHUNK = 2**22  # float32 elements at a time: 16 MB, which stays in a CPU's last-level cache
+    # float32 elements at a time: on a CPU what stays in its cache, on a GPU enough to fill it
+    CHUNK: ClassVar = {"cpu": 2**20, "cuda": 2**26}
 
     @staticmethod
     def forward(ctx, x, weight, targets, real, first, all_max, all_sum):
@@ -222,7 +224,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             maximum = logits.new_full((N,), -math.inf, dtype=torch.float32)
         maximum = all_max(maximum)
         partial = torch.empty_like(maximum)
-        step = max(1, _LinearCrossEntropy.CHUNK // V)
+        step = max(1, _LinearCrossEntropy.CHUNK[x.device.type] // V)
         for start in range(0, N, step):
             z = logits[start : start + step].float()
             z.sub_(maximum[start : start + step, None]).exp_()
