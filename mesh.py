@@ -173,8 +173,13 @@ def start(config: Config) -> Mesh:
     if config.compile:
         importlib.import_module("torch._dynamo")  # imported after the process group it keeps gloo's threads at exit
     if not dist.is_initialized():
+        # torchrun keeps its store when it restarts the workers: under the same names they would find, and try to reach,
+        # the addresses of those that died
+        store, rank, size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         # gloo beside NCCL carries what the host needs to agree on without waiting for the device
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
+                                world_size=size)
     return mesh_over_world(config, device)
 
 
