@@ -234,7 +234,8 @@ def parse(cls, argv: list[str], *, toml: bool = False):
 
     Args:
         cls: a dataclass with a default for every field and a docstring under it (shown by --help).
-        argv: `--key=value` or `--key value` words; with `toml`, also at most one path of a TOML file.
+        argv: `--key=value` or `--key value` words; with `toml`, also at most one path of a TOML file, which
+            alone can set a list (of tables).
 
     Raises:
         UserError: an unknown key, a value of the wrong type, a file that cannot be read or is no TOML.
@@ -254,7 +255,7 @@ def parse(cls, argv: list[str], *, toml: bool = False):
             path = word
             continue
         key, equals, text = word[2:].partition("=")
-        _known(key, types, "--")
+        _known(key, {name: kind for name, kind in types.items() if kind is not list}, "--")
         if not equals:
             if not words or (words[0].startswith("--") and words[0][2:].split("=")[0] in types):
                 raise UserError(f"--{key} lacks a value: write --{key}=" + ("true" if types[key] is bool else "…"))
@@ -310,19 +311,28 @@ def _from_file(path: str, types: dict) -> dict:
         raise UserError(f"config file {path}: {error.strerror or error}; configs/ has examples") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path} is not TOML: {' '.join(str(error).split())}") from None
+    return typed(path, data, types)
+
+
+def typed(where: str, data: dict, types: dict) -> dict:
+    """The values of a TOML table, each checked against its key's type.
+
+    Raises:
+        UserError: an unknown key or a value of the wrong type; the line begins with `where`.
+    """
     values = {}
     for key, value in data.items():
         try:
             _known(key, types)
         except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+            raise UserError(f"{where}: {error}") from None
         kind = types[key]
         if kind is float and type(value) is int:
             value = float(value)
-        basic = kind if kind in (bool, int, float) else str
+        basic = kind if kind in (bool, int, float, list) else str
         if type(value) is not basic:
-            raise UserError(f"{path}: {key} = {value!r}: it must be {_name(basic)}")
-        values[key] = _choice(f"{path}: {key}", value, kind)
+            raise UserError(f"{where}: {key} = {value!r}: it must be {_name(basic)}")
+        values[key] = _choice(f"{where}: {key}", value, kind)
     return values
 
 
@@ -334,4 +344,5 @@ def _choice(where: str, value, kind):
 
 
 def _name(kind) -> str:
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string",
+            list: "a list of tables, [[…]]"}[kind]
