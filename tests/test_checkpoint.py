@@ -7,8 +7,10 @@ import os
 import pickle
 import re
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -367,6 +369,30 @@ def test_training_goes_on_with_a_full_disk(tmp_path):
     assert "checkpoint of step 20 not saved" in done.stdout and "step 30/30 | loss" in done.stdout
     assert "metrics.jsonl: File too large; rows wait for room" in done.stdout
     assert not list((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_torchrun_restarts_a_lost_rank(tmp_path):
+    """`--max-restarts` and `resume = true`: one worker is killed, the run goes on from its checkpoint to the end."""
+    np.save(tmp_path / "train_000000.npy", (np.arange(5000) * 7 % 997).astype(np.uint16))
+    words = ["--n_layer=1", "--n_head=1", "--n_embd=16", "--block_size=16", "--vocab_size=1000", "--eval_interval=0",
+             "--total_batch_size=64", "--micro_batch_size=4", "--max_steps=60", "--sample_interval=0", "--tp=2",
+             "--checkpoint_interval=10", f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'run'}", "--resume=true"]
+    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+                                "--max-restarts=1", ROOT / "train_gpt2_tp.py", *words],
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while not (tmp_path / "run/checkpoints/latest").exists():
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.01)
+        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out
+    steps = [json.loads(line).get("step") for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [step for step in steps if step] == list(range(1, 61))
+    assert re.search(r"run     \S+, steps [1-5]0 to 60", out)
 
 
 def test_killed_at_random_and_resumed():
