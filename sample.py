@@ -124,9 +124,9 @@ class Generation:
         position = torch.tensor(lengths, device=device)  # of the token to come
         idx = idx.to(device)
         engine.new_cache(rows, max(limits))
-        if engine.config.compile:
+        if engine.config.compile:  # now, not on the clock; the prefill to come overwrites what this leaves in the cache
             engine.prefill(idx, position - 1)
-            engine.decode(idx[:, 0], position - 1)
+            engine.decode(torch.zeros_like(position), position - 1)
         began = time.perf_counter()
         logits = engine.prefill(idx, position - 1)
         while True:
