@@ -18,7 +18,7 @@ from tensor_parallel import gather_features, shard_linear
 class Block(nn.Module):
     """A GPT-2 block whose linears may be cut and quantised; `attend` is what prefill and decode do differently."""
 
-    def __init__(self, config: Config, linears: dict[str, nn.Module], norms: dict[str, nn.Module]):
+    def __init__(self, linears: dict[str, nn.Module], norms: dict[str, nn.Module]):
         super().__init__()
         self.ln_1, self.ln_2 = norms["ln_1"], norms["ln_2"]
         self.c_attn, self.attn_proj = linears["attn.c_attn"], linears["attn.c_proj"]
@@ -74,7 +74,7 @@ class Engine(nn.Module):
                 shard_linear(module, style, self.group)
             tensors = (*module.parameters(), *module.buffers())
             self.weight_bytes += sum(tensor.nbytes for tensor in tensors)
-            return module if config.compile and quantized != "int4" else module.pack()
+            return module if config.compile and quantized == "none" else module.pack()
 
         def norm(name):
             module = LayerNorm(config).to(mesh.device).requires_grad_(False)
@@ -88,8 +88,8 @@ class Engine(nn.Module):
         self.wte = load("wte.weight", sizes.vocab, C).to(dtype)
         self.wpe = load("wpe.weight", config.block_size, C).to(dtype)
         self.h = nn.ModuleList(Block(
-            config, {name: linear(style, load(f"h.{i}.{name}.weight", n_out, n_in), load(f"h.{i}.{name}.bias", n_out))
-                     for name, (style, n_out, n_in) in layout.items()},
+            {name: linear(style, load(f"h.{i}.{name}.weight", n_out, n_in), load(f"h.{i}.{name}.bias", n_out))
+             for name, (style, n_out, n_in) in layout.items()},
             {name: norm(f"h.{i}.{name}") for name in ("ln_1", "ln_2")}) for i in range(config.n_layer))
         self.ln_f = norm("ln_f")
         self.lm_head = linear("column", self.wte)
@@ -133,8 +133,9 @@ class Engine(nn.Module):
     def decode(self, idx, position):
         """The next token of each row, (R,), at its position, (R,) → float32 logits (R, vocab_size) after it."""
         rows = torch.arange(len(idx), device=idx.device)
-        hidden = torch.arange(self.cache[0].shape[3], device=idx.device) > position[:, None]  # (R, L)
-        mask = torch.zeros_like(hidden, dtype=self.cache[0].dtype).masked_fill(hidden, float("-inf"))[:, None, None]
+        unwritten = torch.arange(self.cache[0].shape[3], device=idx.device) > position[:, None]  # (R, L)
+        mask = torch.zeros_like(unwritten, dtype=self.cache[0].dtype).masked_fill(unwritten, float("-inf"))
+        mask = mask[:, None, None]  # (R, 1, 1, L), the same for all heads
 
         def attend(qkv, cache):  # (R, heads · 3 · head_dim) → (R, heads · head_dim)
             qkv = qkv.unflatten(-1, (self.heads, 3, self.head_dim)).to(cache.dtype)

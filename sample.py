@@ -36,7 +36,7 @@ class Options:
     checkpoint: str = ""
     """A run's folder (its latest checkpoint) or one of its checkpoints/step_*."""
     hf: str = ""
-    """A folder in the Hugging Face layout: config.json and model.safetensors."""
+    """A folder in the Hugging Face layout (config.json, model.safetensors), or gpt2 … gpt2-xl from its Hub."""
     prompt: str = ""
     """What to continue; empty: from <|endoftext|>, which starts a document."""
     prompt_file: str = ""
