@@ -248,7 +248,7 @@ def test_config_file_and_its_dump(tmp_path):
 
 
 def test_every_config_of_ours_is_valid():
-    for path in (ROOT / "configs").glob("*.toml"):
+    for path in (ROOT / "configs").glob("[!b]*.toml"):  # those of benchmarks have rows: test_benchmark.py
         c = configuration.parse(Config, [str(path)], toml=True)
         for tp in (1, 2, 4, 8):
             for dp in (1, 2, 8) if c.sequences >= 512 else (1,):
