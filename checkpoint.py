@@ -1,216 +1,45 @@
-"""Save and resume: `torch.distributed.checkpoint` (DCP), each rank its part, and JSON for all that is not a tensor.
+"""A run's checkpoints: saved, found, checked, resumed. `storage.py` knows how tensors lie in one.
 
     <out_dir>/checkpoints/step_000100/   __0_0.distcp …   each rank's parts of the parameters and of AdamW's moments
-                                         .metadata        DCP's index of them
+                                         .metadata        the index of them
                                          run.json         step, config, data, W&B id, versions; each file's sha256
                           latest, best   the name of a folder here
 
-A tensor is stored as boxes of the whole parameter, without padding (`parallel.real_part`), so any mesh reads what any
-other wrote. No random state is stored: batches, weights and dropout follow from (seed, step) alone.
-
-A folder is written under another name, synced and renamed, so one called step_N is complete; only then does `latest`
-move, and only then are older ones deleted. `latest` says where a run goes on: after `resume_step = N` the folders
-beyond N stay until the run comes by again. Loading runs no code of a checkpoint's: `.metadata` goes through an
-unpickler that knows DCP's own classes only, and DCP itself reads tensors with `weights_only`.
+No random state is stored: batches, weights and dropout follow from (seed, step) alone. A folder is written under
+another name, synced and renamed, so one called step_N is complete; only then does `latest` move, and only then are
+older ones deleted. `latest` says where a run goes on: after `resume_step = N` folders beyond N stay until the run
+comes by.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
-import pickle
 import platform
 import re
 import shutil
 import threading
 import time
-import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.fsdp import FSDPModule
 
+import storage
 from config import Config, UserError
 from mesh import Mesh
-from model import GPT, real_shapes
-from parallel import real_part
+from model import GPT
+from storage import FAILURES, Part, brief, parts
 
 # A run that resumes with another value of one of these is another run. The first ones cannot be overridden.
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
 SAME = (*SIZES, "total_batch_size", "seed", "shuffle", "lr_schedule", "learning_rate", "min_lr", "warmup_steps",
         "decay_steps", "weight_decay", "beta1", "beta2", "grad_clip", "dropout", "dtype")
 NAME = re.compile(r"step_(\d+)")
-METADATA = {  # module → what DCP's .metadata needs of it
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "StorageMeta", "_MEM_FORMAT_ENCODING"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", "float32"}, "torch.serialization": {"_get_layout"}, "pathlib": {"Path", "PosixPath"}}
 
 
 class SaveFailed(Exception):
     """A checkpoint could not be written and the run is not to go on without it."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tensors
-
-
-@dataclass
-class Part:
-    """What a rank holds of a tensor: a view without padding, its offsets in the whole, and the whole's shape."""
-
-    tensor: torch.Tensor
-    offsets: torch.Size
-    shape: torch.Size
-
-
-@torch.no_grad()
-def parts(config: Config, model: GPT, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Part]:
-    """This rank's parts of the parameters (the tied table once) and of AdamW's moments, aliasing the live tensors."""
-    found = {}
-    shapes = real_shapes(config)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass alone it may show its gathered copies, in the compute dtype
-    for name, p in model.named_parameters():
-        tensors = {f"model.{name}": p.detach()}
-        if optimizer is not None:
-            tensors |= {f"optimizer.{name}.{key}": optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq")}
-        for key, tensor in tensors.items():
-            view, offsets = real_part(tensor, shapes[name])
-            found[key] = Part(view, torch.Size(offsets), shapes[name])
-    return found
-
-
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Writes a dict of `Part`s but empty ones. Of equal parts on several ranks DCP keeps one, spread evenly."""
-
-    def __init__(self):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self):
-        self.plan = SavePlan([
-            WriteItem(MetadataIndex(name, part.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
-                ChunkStorageMetadata(part.offsets, part.tensor.shape),
-                TensorProperties.create_from_tensor(part.tensor), part.shape))
-            for name, part in self.state_dict.items() if part.tensor.numel()])
-        return self.plan
-
-    def lookup_object(self, index):
-        return self.state_dict[index.fqn].tensor
-
-
-class _Writer(dcp.FileSystemWriter):
-    """DCP's writer; where a disk is full it says so, and not what PyTorch's zip writer thinks of it."""
-
-    def write_data(self, plan, planner):
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-
-
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Fills a dict of `Part`s in place from the stored boxes that overlap them."""
-
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
-        self.state_dict, self.metadata = state_dict, metadata
-
-    def create_local_plan(self):
-        items = []
-        for name, part in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata.get(name)
-            size = getattr(stored, "size", None)
-            # a longer context is read in part: `init_from` lets through what `resume` would have refused
-            if size != part.shape and not (size and name == "model.wpe.weight" and size[0] > part.shape[0]):
-                raise UserError(f"{name} is {tuple(size) if size else 'missing'} there, {tuple(part.shape)} here: it "
-                                "is of another model, or damaged")
-            box = ChunkStorageMetadata(part.offsets, part.tensor.shape)
-            found = create_read_items_for_chunk_list(name, stored, [box]) if part.tensor.numel() else []
-            if sum(item.lengths.numel() for item in found) != part.tensor.numel():
-                raise UserError(f"{name} is stored only in part")
-            items += found
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index):
-        return self.state_dict[index.fqn].tensor
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows what `.metadata` is made of and nothing else, so that unpickling calls nothing else."""
-
-    def find_class(self, module, name):
-        if name in METADATA.get(module, ()):
-            return super().find_class(module, name)
-        raise UserError(f".metadata asks for {module}.{name}, which no checkpoint needs")
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader with the restricted unpickler; files outside the folder, which have no checksum, are refused."""
-
-    def __init__(self, folder: Path, files):
-        super().__init__(folder)
-        self.files = files
-
-    def read_metadata(self, *args, **kwargs):
-        with open(self.path / ".metadata", "rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise UserError(".metadata is none of DCP's")
-        if unknown := {info.relative_path for info in metadata.storage_data.values()} - set(self.files):
-            raise UserError(f".metadata points to {min(unknown)}, which run.json does not list")
-        return metadata
-
-
-def load(folder: Path, config: Config, mesh: Mesh, model: GPT, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Fill the model, and the optimizer if given, in place from a checkpoint of any mesh. All ranks call it.
-
-    Raises:
-        UserError: on all ranks, where the checkpoint is damaged or another model's.
-    """
-    meta = mesh.on_main(lambda: read(folder))
-    if optimizer is not None:
-        _start_state(optimizer, meta["step"])
-    try:
-        reader = _Reader(folder, meta["files"])
-        reader.read_metadata()  # DCP would hide what this raises
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process has no group
-            dcp.load(parts(config, model, optimizer), storage_reader=reader, planner=_LoadPlanner(),
-                     no_dist=mesh.world_size == 1)
-    except (Exception, CheckpointException) as error:
-        raise UserError(f"checkpoint {folder}: {_brief(error)}") from None
-
-
-@torch.no_grad()
-def _start_state(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """The state that AdamW makes at its first step, at step `step`, with moments to load into."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device),
-                                  "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-
-
-def _brief(error: BaseException) -> str:
-    """One line for what went wrong; of a failure that DCP gathered from ranks, the lowest one's."""
-    where = ""
-    if isinstance(error, CheckpointException):
-        rank = min(error.failures)
-        where, error = f"rank {rank}: " * (len(error.failures) > 1 or rank > 0), error.failures[rank][0]
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return where + text[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# folders
 
 
 def steps(out_dir: str | Path) -> list[int]:
@@ -382,7 +211,31 @@ def _sync(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# saving
+# saving and loading
+
+
+def load(folder: Path, config: Config, mesh: Mesh, model: GPT, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Fill the model, and the optimizer if given, in place from a checkpoint of any mesh. All ranks call it.
+
+    Raises:
+        UserError: on all ranks, where the checkpoint is damaged or another model's.
+    """
+    meta = mesh.on_main(lambda: read(folder))
+    if optimizer is not None:
+        _start_state(optimizer, meta["step"])
+    try:
+        storage.read(folder, meta["files"], parts(config, model, optimizer), mesh.world_size == 1)
+    except FAILURES as error:
+        raise UserError(f"checkpoint {folder}: {brief(error)}") from None
+
+
+@torch.no_grad()
+def _start_state(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The state that AdamW makes at its first step, at step `step`, with moments to load into."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device),
+                                  "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 class Saver:
@@ -462,14 +315,11 @@ class Saver:
         partial = target.with_name(target.name + ".partial")
         error, files = None, {}
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp.save(state, storage_writer=_Writer(partial), planner=_SavePlanner(),
-                         process_group=self.group, no_dist=self.group is None)
+            storage.write(partial, state, self.group)
             for path in partial.glob(f"__{self.mesh.rank}_*"):
                 files[path.name] = path.stat().st_size, _sha256(path)
-        except (Exception, CheckpointException) as exception:
-            error = _brief(exception)
+        except FAILURES as exception:
+            error = brief(exception)
         everyone = _gather((error, files), self.mesh, self.group)
         error = next((e for e, _ in everyone if e), None)
         if self.mesh.is_main:
@@ -477,7 +327,7 @@ class Saver:
                 if error is None:
                     self._publish(step, partial, target, meta, {k: v for _, f in everyone for k, v in f.items()})
             except OSError as exception:
-                error = _brief(exception)
+                error = brief(exception)
             shutil.rmtree(partial, ignore_errors=True)
         self.outcome = step, _gather(error, self.mesh, self.group)[0], time.perf_counter() - begin
 
