@@ -175,7 +175,9 @@ class Metrics:
         entries, self.pending = self.pending, []
         for (step, _, _, lr, begin, end, data_ms), loss, norm in zip(entries, losses, norms, strict=True):
             seconds = self._elapsed(begin, end)
-            self.seconds, self.steps, self.last_loss = self.seconds + seconds, self.steps + 1, loss
+            self.last_loss = loss
+            if step > self.start_step + 1:  # the first one warms up, and compiles
+                self.seconds, self.steps = self.seconds + seconds, self.steps + 1
             speed = c.total_batch_size / seconds
             mfu = speed * flops_per_token(c) / (self.peak_flops * self.mesh.world_size)
             self.history["train"].append((step, loss))
@@ -187,7 +189,7 @@ class Metrics:
                 raise Diverged(f"step {step}: loss is {loss}, gradient norm {norm}: lower learning_rate or raise "
                                "warmup_steps; --resume=true goes back to the last checkpoint")
         if line and self.mesh.is_main:
-            eta = self.seconds / self.steps * (c.max_steps - step)
+            eta = (self.seconds / self.steps if self.steps else seconds) * (c.max_steps - step)
             print(f"step {step:>{len(str(c.max_steps))}}/{c.max_steps} | loss {loss:.4f} | lr {lr:.2e} | "
                   f"norm {norm:.3f} | {seconds * 1e3:.0f} ms | {speed:,.0f} tok/s"
                   + (f" ({speed / self.mesh.world_size:,.0f} a device)" if self.mesh.world_size > 1 else "")
