@@ -334,6 +334,9 @@ def is_replicated(x: torch.Tensor) -> bool:
 def check_weights(model: GPT, config: Config, mesh: Mesh) -> None:
     """Assert that padding is zero, and that what ranks hold in common (replicated over tp, or over dp_replicate) is
     equal to the bit."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward alone it may show its gathered copies
     named, shapes = dict(model.named_parameters()), real_shapes(config)
     for name, p in named.items():
         padding = local(p).count_nonzero() - real_part(p, shapes[name])[0].count_nonzero()
