@@ -56,6 +56,8 @@ def find(path: str | Path) -> Path:
         path = pointer if pointer.is_file() else (_folder(path, steps(path)[-1]) if steps(path) else path)
     if path.is_file() and path.name in ("latest", "best"):
         path = path.with_name(path.read_text().strip())
+    if not (path / "run.json").is_file() and (path / "config.toml").is_file():
+        raise UserError(f"{path} is a run that has saved no checkpoint yet: train it further, or name another")
     if not (path / "run.json").is_file():
         raise UserError(f"{path} is no checkpoint: name a run's folder, or one of its checkpoints/step_*")
     return path
@@ -158,7 +160,8 @@ def _check_same(config: Config, folder: Path, meta: dict, data: dict) -> None:
     if changed and (fixed or not config.resume_override):
         raise UserError(f"resume: {folder} was made with " + ", ".join(f"{key} = {old}" for key, old, _ in changed)
                         + "; this run has " + ", ".join(f"{key} = {new}" for key, _, new in changed) + ": set it back, "
-                        + ("or choose another out_dir" if fixed else "or go on as another run, --resume_override=true"))
+                        + ("or choose another out_dir" if fixed else "or go on as another run, --resume_override=true")
+                        + " (decay_steps = -1 follows max_steps)" * any(key == "decay_steps" for key, *_ in changed))
 
 
 def _folder(out_dir: str | Path, step: int) -> Path:

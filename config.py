@@ -176,6 +176,14 @@ def check(config: Config, world_size: int) -> None:
         value = getattr(c, name)
         if not (math.isfinite(value) and value >= 0):
             raise UserError(f"{name} = {value}: it must be a finite number, 0 or more")
+    if not 0 <= c.seed < 2**63:
+        raise UserError(f"seed = {c.seed}: it must be at least 0 and below 2^63")
+    for name in ("data_dir", "out_dir"):
+        if not getattr(c, name):
+            raise UserError(f"{name} is empty: name a folder")
+    if c.lr_schedule != "constant" and c.min_lr > c.learning_rate:
+        raise UserError(f"min_lr = {c.min_lr} is above learning_rate = {c.learning_rate}: the rate would rise; "
+                        f"set min_lr to {c.learning_rate / 10:.2g}, say")
     for name in ("beta1", "beta2", "dropout"):
         if not 0 <= getattr(c, name) < 1:
             raise UserError(f"{name} = {getattr(c, name)}: it must be in [0, 1)")
@@ -197,6 +205,9 @@ def check(config: Config, world_size: int) -> None:
         raise UserError(f"async_tp = true with compile = {str(c.compile).lower()}, sequence_parallel = "
                         f"{str(c.sequence_parallel).lower()}, tp = {c.tp}: it needs compile = true, "
                         "sequence_parallel = true and tp above 1")
+    if c.dropout and c.compile and c.tp > 1 and not c.sequence_parallel:
+        raise UserError(f"dropout = {c.dropout} with compile = true and tp = {c.tp} needs sequence_parallel = true: "
+                        "masks that all ranks share are drawn outside of compiled code; or set compile = false")
     if c.n_embd % c.n_head:
         raise UserError(f"n_embd = {c.n_embd} is not divisible by n_head = {c.n_head}: "
                         f"head_dim must be whole; try n_embd = {math.ceil(c.n_embd / c.n_head) * c.n_head}")
@@ -215,8 +226,6 @@ def check(config: Config, world_size: int) -> None:
     if c.lr_schedule != "constant" and c.max_steps and c.decay_steps < 1:
         raise UserError(f"decay_steps = {c.decay_steps}: it must be at least 1, or -1 for the default")
     c.resume = c.resume or c.resume_step >= 0
-    if c.resume and c.overwrite:
-        raise UserError("resume = true with overwrite = true: overwrite deletes what resume goes on from; choose one")
     if c.init_from and c.overwrite and Path(c.init_from).resolve().is_relative_to(Path(c.out_dir).resolve()):
         raise UserError(f"init_from = {c.init_from} lies in out_dir, which overwrite deletes: choose another out_dir")
 

@@ -34,7 +34,6 @@ MANIFEST = "manifest.json"  # written by fineweb.py
 CHECKED = ".checked.json"  # file → [size, mtime, smallest id, largest id], so that a shard is scanned once
 BIN_MAGIC, BIN_VERSION, BIN_HEADER = 20240520, 1, 1024  # llm.c, modded-nanogpt: 256 int32, then uint16
 SCAN = 1 << 24  # tokens looked at a time
-MAKE_SHARDS = "python fineweb.py --source stdlib --out {} makes shards (--help lists other sources)"
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,11 @@ class Shard:
             raise UserError(f"{self.path}: ends at token {start + len(tokens)} of {self.tokens}; it was cut short "
                             "after the start: make or copy it again")
         return tokens
+
+
+def _advice(folder: Path) -> str:
+    source = folder.name if folder.name in ("fineweb", "fineweb-edu") else "stdlib"
+    return f"python fineweb.py --source {source} --out {folder} makes shards (--help lists other sources)"
 
 
 def open_shard(path: Path) -> Shard:
@@ -127,12 +131,12 @@ def find(data_dir: str | Path, split: str) -> list[Shard]:
     """
     folder = Path(data_dir)
     if not folder.is_dir():
-        raise UserError(f"data_dir {folder}: no such folder; {MAKE_SHARDS.format(folder)}")
+        raise UserError(f"data_dir {folder}: no such folder; {_advice(folder)}")
     paths = _paths(folder, split)
     listed = _manifest(folder)
     if not paths:
         raise UserError(f"data_dir {folder}: no {split} shards ({split}_000000.npy or the like); "
-                        f"{MAKE_SHARDS.format(folder)}")
+                        f"{_advice(folder)}")
     kinds = {re.sub(r"\d+", "N", path.name): path.name for path in paths}
     if len(kinds) > 1:
         one, other, *_ = kinds.values()
@@ -370,6 +374,9 @@ def main(argv: list[str]) -> None:
         if shards:
             tokens = sum(shard.tokens for shard in shards)
             epoch = (tokens - 1) // config.block_size // config.sequences
+            if not argv[1:]:  # no config to judge by
+                print(f"{split}: {tokens:,} tokens")
+                continue
             print(f"{split}: {tokens:,} tokens, {epoch:,} steps of {config.total_batch_size:,} an epoch" + (
                 f"; max_steps = {config.max_steps:,} are {config.max_steps / epoch:.2f} epochs"
                 if split == "train" and epoch else ""))

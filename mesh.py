@@ -30,7 +30,6 @@ class Mesh:
     world_size: int = 1
     device_mesh: DeviceMesh | None = None  # None: one process, no process group
     dp_group: dist.ProcessGroup | None = None  # (dp_replicate, dp_shard) flattened: one group, one collective
-    model_group: dist.ProcessGroup | None = None  # (dp_shard, tp) flattened: the ranks that hold one copy of the model
 
     def _size(self, dim: str) -> int:
         return self.device_mesh[dim].size() if self.device_mesh else 1
@@ -117,8 +116,7 @@ class Collectives(TorchDispatchMode):
     The payload of a collective is its whole tensor: what an all-gather puts out, a reduce-scatter takes in.
     """
 
-    KINDS: ClassVar = {"reduce_scatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce",
-                       "broadcast": "broadcast", "alltoall": "all-to-all"}
+    KINDS: ClassVar = {"reduce_scatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce"}
 
     def __init__(self):
         super().__init__()
@@ -211,33 +209,31 @@ def mesh_over_world(config: Config, device: torch.device) -> Mesh:
         return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     replicate, shard, tp = config.dp_replicate, config.dp_shard, config.tp
     return Mesh(device, dist.get_rank(), dist.get_world_size(), over(dp_replicate=replicate, dp_shard=shard, tp=tp),
-                over(dp=replicate * shard, tp=tp)["dp"].get_group(),
-                over(dp_replicate=replicate, model=shard * tp)["model"].get_group())
+                over(dp=replicate * shard, tp=tp)["dp"].get_group())
 
 
 def leave(message: str, code: int) -> None:
-    """End this process with `code`; rank 0 prints `message` and the others wait until it has.
+    """End this process with `code`; rank 0 prints `message`, the others wait until it has.
 
     torchrun kills what is left once one worker has gone, so ranks meet in its key-value store first, for 10 s at most:
     a rank that fails alone prints for itself and the others are torchrun's. Works with and without a process group.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank = int(os.environ.get("RANK", 0))
+    if rank == 0:
+        print(message, file=sys.stderr, flush=True)
     try:
-        if world_size() == 1:
-            print(message, file=sys.stderr, flush=True)
-        else:
+        if world_size() > 1:
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                                   timeout=timedelta(seconds=10))
             key = f"nanotp/leave/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
             if rank == 0:
-                print(message, file=sys.stderr, flush=True)
                 store.set(f"{key}/said", "1")
             store.wait([f"{key}/said"])
             if store.add(f"{key}/gone", 1) == world_size():
                 store.set(f"{key}/all", "1")
             store.wait([f"{key}/all"])
-    except dist.DistError:
+    except (dist.DistError, KeyError, ValueError):  # no store, or no answer
         if rank:
             print(f"[rank {rank}] {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()

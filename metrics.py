@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for key, tflops in GPU_TFLOPS.items():
-            if key in name:
+            if re.search(rf"\b{key}\b(?!.*Laptop)", name):
                 return tflops * 1e12, f"{name}'s dense bf16 peak"
     n = 8192 if device.type == "cuda" else 1024
     a = torch.ones(n, n, device=device, dtype=dtype)
@@ -210,9 +211,10 @@ class Metrics:
                 print(f"sample  {text}", flush=True)
 
     def write(self, row: dict) -> None:
-        """One row to metrics.jsonl and W&B; does nothing but on rank 0."""
+        """One row to metrics.jsonl and W&B; does nothing but on rank 0. What is not finite becomes null, as in JSON."""
         if not self.mesh.is_main:
             return
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         try:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
@@ -241,7 +243,8 @@ class Metrics:
             print(f", {speed:,.0f} tok/s, mfu {speed * flops_per_token(c) / self.peak_flops / self.mesh.world_size:.1%}"
                   f", train loss {self.last_loss:.4f}", end="")
         if self.history["val"]:
-            print(f", val loss {self.history['val'][-1][1]:.4f} (unigram entropy {self.entropy:.4f})", end="")
+            print(f", val loss {self.history['val'][-1][1]:.4f}"
+                  + (f" (unigram entropy {self.entropy:.4f})" if self.entropy else ""), end="")
         print(f"\nrun     {c.out_dir}: metrics.jsonl, loss.png" + ", checkpoints/" * bool(c.checkpoint_interval),
               flush=True)
 

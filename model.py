@@ -145,7 +145,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, position: int | None = None):
         """Token ids (B, T) → mean loss if `targets` (B, T) are given, else logits; see `Head.forward`."""
         # (B, T, n_embd), float32 even where the weights come gathered in the compute dtype
-        x = self.drop((self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))).float())
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        x = self.drop(self.wte(idx).float() + self.wpe(positions).float())
         for block in self.h:
             x = block(x)
         return self.lm_head(self.ln_f(x), targets, position)
@@ -214,10 +215,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits = x @ w.t()  # (N, V)
         N, V = logits.shape
         column = targets - first
-        mine = (column >= 0) & (column < real)  # the rows whose target this shard holds
-        rows, column = mine.nonzero().squeeze(1), column[mine]
-        target_logit = logits.new_zeros(N, dtype=torch.float32)
-        target_logit[rows] = logits[rows, column].float()
+        mine = ((column >= 0) & (column < real))[:, None]  # the rows whose target this shard holds
+        column = column.clamp(0, V - 1)[:, None]
+        target_logit = torch.where(mine, logits.gather(1, column).float(), 0.0)[:, 0]
         if real > 0:
             maximum = logits[:, :real].amax(1).float()
         else:  # a shard of nothing but padding
@@ -232,7 +232,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             partial[start : start + step] = z.sum(1)
             logits[start : start + step] = z
         total, target_logit = all_sum(torch.stack([partial, target_logit]))
-        logits[rows, column] = (logits[rows, column].float() - total[rows]).to(x.dtype)
+        E = logits.gather(1, column)
+        logits.scatter_(1, column, torch.where(mine, (E.float() - total[:, None]).to(x.dtype), E))
         ctx.save_for_backward(x, w, logits, total)
         return (total.log() + maximum - target_logit).mean()
 

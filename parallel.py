@@ -226,7 +226,7 @@ def wrap_blocks(model: GPT, config: Config, mesh: Mesh) -> None:
                    "reshard_after_forward": config.reshard_after_forward}
         for block in model.h:
             fully_shard(block, **options)
-        fully_shard(model, **options)
+        fully_shard(model, **options | {"reshard_after_forward": False})  # its backward begins where its forward ends
 
 
 def _keep(context, op, *args, **kwargs) -> CheckpointPolicy:
@@ -237,9 +237,10 @@ def _keep(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def sync_in_backward(model: GPT, config: Config, last: bool) -> None:
-    """Before a micro-batch's backward: whether FSDP is to reduce-scatter the gradients in it (once a step, or each)."""
+    """Before a micro-batch's backward: FSDP reduce-scatters gradients once a step, or each time; HSDP averages once."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or config.accumulate_sharded)
+        model.set_requires_all_reduce(last)
 
 
 def seed_dropout(model: GPT, config: Config, mesh: Mesh, step: int, micro: int) -> None:
@@ -362,20 +363,25 @@ BUCKET = 2**23  # elements of a data-parallel all-reduce: 32 MB
 
 @torch.no_grad()
 def reduce_gradients(params: list[nn.Parameter], mesh: Mesh) -> None:
-    """Make gradients whole, once a step: Partial ones summed over tp in one all-reduce, all averaged over dp.
+    """Make gradients whole, once a step: replicated parameters' in one all-reduce, the others averaged over dp.
 
-    FSDP (dp_shard > 1) has done both in the backward, parameter by parameter.
+    With sequence parallelism a replicated parameter's gradient is Partial: summed over tp, averaged over dp. Without it
+    is whole, and travels only where there is dp; then too over all ranks at once, so that they end with the same bits.
+    FSDP (dp_shard > 1) has done all this in the backward, parameter by parameter.
     """
     if mesh.dp_shard > 1:
         return
-    summands = [p for p in params if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()]
-    if summands:
-        _all_reduce_flat([p.grad.to_local() for p in summands], mesh.device_mesh["tp"].get_group())
-        for p in summands:
-            p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements, run_check=False)
+    replicated = [p for p in params if is_replicated(p)]
+    if replicated and (mesh.dp > 1 or replicated[-1].grad.placements[0].is_partial()):
+        for p in replicated:
+            copies = mesh.dp if p.grad.placements[0].is_partial() else mesh.world_size
+            p.grad = DTensor.from_local(p.grad.to_local().div_(copies), p.device_mesh, p.placements, run_check=False)
+        _all_reduce_flat([p.grad.to_local() for p in replicated], None)
     if mesh.dp > 1:
         bucket, size = [], 0
         for p in params:
+            if is_replicated(p):
+                continue
             grad = local(p.grad).div_(mesh.dp)
             if bucket and size + grad.numel() > BUCKET:
                 _all_reduce_flat(bucket, mesh.dp_group)
@@ -386,7 +392,10 @@ def reduce_gradients(params: list[nn.Parameter], mesh: Mesh) -> None:
 
 
 def _all_reduce_flat(tensors: list[torch.Tensor], group) -> None:
-    """Sum each tensor over the group in place, in one all-reduce."""
+    """Sum each tensor over the group (None: all ranks) in place, in one all-reduce."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        dist.all_reduce(tensors[0], group=group)
+        return
     flat = torch.cat([t.reshape(-1) for t in tensors])
     dist.all_reduce(flat, group=group)
     for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
@@ -404,8 +413,9 @@ def clip_grad_norm(params: list[nn.Parameter], max_norm: float, mesh: Mesh, fore
     # TP peers hold the same part of a replicated gradient: the first of them counts it for all
     counted = [g for g, p in zip(grads, params, strict=True) if mesh.tp_rank == 0 or not is_replicated(p)]
     square = torch.nn.utils.get_total_norm(counted, foreach=foreach).square()
-    if mesh.dp_shard * mesh.tp > 1:
-        dist.all_reduce(square, group=mesh.model_group)
+    if mesh.dp_shard * mesh.tp > 1:  # over all copies of the model at once: the same bits on every rank
+        dist.all_reduce(square)
+        square /= mesh.dp_replicate
     norm = square.sqrt()
     if max_norm:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1)  # the 1e-6 is torch.nn.utils.clip_grad_norm_'s

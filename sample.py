@@ -167,6 +167,8 @@ def generate(model: GPT, mesh: Mesh, prompt: list[int], *, max_new_tokens: int, 
         `num_samples` lists of ids, prompt included. Prompt and continuation together are cut at block_size.
     """
     prompt = prompt or [EOT]
+    training = model.training
+    model.eval()
     end = min(len(prompt) + max_new_tokens, model.block_size)
     length = min(-(-end // mesh.tp) * mesh.tp, model.block_size)
     tokens = torch.zeros(num_samples, length, dtype=torch.long)
@@ -175,6 +177,7 @@ def generate(model: GPT, mesh: Mesh, prompt: list[int], *, max_new_tokens: int, 
     for i in range(len(prompt), end):
         logits = model(tokens.to(mesh.device), position=i - 1)[:, 0].cpu()  # (num_samples, vocab_size)
         tokens[:, i] = draw(logits, temperature, top_k, 1.0, generator)
+    model.train(training)
     samples = []
     for row in tokens[:, :end].tolist():
         new = row[len(prompt) :]

@@ -71,7 +71,7 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, inputs, targets, st
 
     Returns the mean loss over these rows and the global gradient norm before clipping, both on the device.
     """
-    params = list(model.parameters())
+    params = [p for group in optimizer.param_groups for p in group["params"]]  # FSDP may show others in the model
     micro = list(zip(inputs.split(c.micro_batch_size), targets.split(c.micro_batch_size), strict=True))
     total = torch.zeros((), device=mesh.device)
     for i, (x, y) in enumerate(micro):
@@ -101,8 +101,9 @@ def check_data(c: Config) -> tuple[dict[str, int], float | None]:
     tokens = sum(shard.tokens for shard in shards)
     if tokens < needed:
         raise UserError(f"eval_steps = {c.eval_steps} batches of total_batch_size = {c.total_batch_size} need "
-                        f"{needed:,} validation tokens, {c.data_dir} has {tokens:,}: lower eval_steps to at most "
-                        f"{(tokens - 1) // c.total_batch_size} (eval_interval = 0 for no validation)")
+                        f"{needed:,} validation tokens, {c.data_dir} has {tokens:,}: " + (
+                            f"lower eval_steps to at most {fit}" if (fit := (tokens - 1) // c.total_batch_size) else
+                            "lower total_batch_size") + ", or eval_interval = 0 for no validation")
     return data, unigram_entropy(c.data_dir, "val")
 
 
@@ -111,18 +112,22 @@ def open_run(c: Config) -> None:
     out = Path(c.out_dir)
     if out.exists() and not out.is_dir():
         raise UserError(f"out_dir = {out} is a file: choose another")
-    if not c.resume and ((out / "config.toml").exists() or (out / "metrics.jsonl").exists()):
+    held = (out / "config.toml").exists() or (out / "metrics.jsonl").exists()
+    if held and not c.resume:
         if not c.overwrite:
             raise UserError(f"out_dir = {out} holds another run: choose another out_dir, go on with --resume=true, "
                             "or delete it with --overwrite=true")
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # torchrun --max-restarts, the same command again
             raise UserError(f"out_dir = {out}: overwrite = true would delete the run that is being restarted: start "
                             "with --resume=true in place of it")
-        for name in ("config.toml", "metrics.jsonl", "loss.png"):
-            (out / name).unlink(missing_ok=True)
-        for name in ("checkpoints", "wandb"):
-            shutil.rmtree(out / name, ignore_errors=True)
     try:
+        if not c.resume and c.overwrite:
+            for name in ("config.toml", "metrics.jsonl", "loss.png"):
+                (out / name).unlink(missing_ok=True)
+            for name in ("checkpoints", "wandb"):
+                shutil.rmtree(out / name, ignore_errors=True)
+            if held:
+                print(f"overwrite: the run that {out} held is deleted", flush=True)
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.toml").write_text(configuration.dump(c))
     except OSError as error:
@@ -137,6 +142,7 @@ def main(argv: list[str]) -> None:
         hf.take_sizes(c, source)
     configuration.check(c, world_size())
     configuration.check_torch(torch.__version__)
+    stop = StopSignal()
     mesh = start(c)
     train_data, entropy = mesh.on_main(lambda: check_data(c))
     folder, meta = checkpoint.choose(c, mesh, train_data) or (None, {"step": 0})
@@ -160,7 +166,6 @@ def main(argv: list[str]) -> None:
     val_batches = Batches(c.data_dir, "val", **data) if c.eval_interval else None
     metrics = Metrics(c, mesh, start_step, memory_before, entropy, meta.get("wandb_id"))
     saver = Saver(c, mesh, model, optimizer, train_data, start_step)
-    stop = StopSignal()
     if mesh.is_main:
         metrics.header()
     code = 1
@@ -169,8 +174,8 @@ def main(argv: list[str]) -> None:
             metrics.validation(0, validation_loss(model, val_batches, c, mesh))
         step = start_step
         while step < c.max_steps and not stop.agreed(mesh):
-            inputs, targets = loader.next()
             metrics.begin_step()
+            inputs, targets = loader.next()
             with Collectives() if step == start_step else nullcontext() as collectives:
                 loss, norm = train_step(model, optimizer, inputs, targets, step, c, mesh)
             if collectives:
@@ -185,19 +190,25 @@ def main(argv: list[str]) -> None:
                 metrics.flush()
                 val_loss = validation_loss(model, val_batches, c, mesh)
                 metrics.validation(step, val_loss)
+            if due(step, c.checkpoint_interval, last) or due(step, c.milestone_interval, last):
+                metrics.flush()
+                check_finite(model, inputs, targets, step, c, mesh)
+                saver.save(step, last, val_loss=val_loss, wandb_id=metrics.wandb_id)
             if due(step, c.sample_interval, last):
                 metrics.sample(step, sample(model, c, mesh))
-            if due(step, c.checkpoint_interval, last) or due(step, c.milestone_interval, last):
-                metrics.flush()  # raises if the loss is no longer finite: such a state is not saved
-                saver.save(step, last, val_loss=val_loss, wandb_id=metrics.wandb_id)
         metrics.flush()
         saver.wait()
         if stop.signal and c.checkpoint_interval and saver.saved < step:
+            check_finite(model, inputs, targets, step, c, mesh)
             saver.save(step, last=True, wandb_id=metrics.wandb_id)
-        check_weights(model, c, mesh)
+        try:
+            check_weights(model, c, mesh)
+        except AssertionError as error:  # the run is over and saved: say it, do not undo it
+            print(f"warning: {error}", flush=True)
         if mesh.is_main and stop.signal:
             print(f"stopped by {stop.signal} after step {step}; " + (
-                "--resume=true goes on from there" if saver.saved == step > 0 else "nothing was saved"), flush=True)
+                "the same command with --resume=true goes on from there" if saver.saved == step > 0 else
+                "nothing was saved"), flush=True)
         metrics.summary(step)
         code = 0
     finally:
@@ -207,12 +218,24 @@ def main(argv: list[str]) -> None:
     mesh.close()
 
 
+@torch.no_grad()
+def check_finite(model: GPT, inputs, targets, step: int, c: Config, mesh: Mesh) -> None:
+    """Raise Diverged where the updated weights give no finite loss: the step's own loss was that of the weights before
+    it, and a state that is lost must not be saved."""
+    loss = model(inputs[: c.micro_batch_size], targets[: c.micro_batch_size])
+    if mesh.any(not loss.isfinite().item()):
+        raise Diverged(f"step {step}: its update leaves weights whose loss is {loss.item()}; they are not saved: "
+                       "--resume=true goes back to the last checkpoint; lower learning_rate or raise warmup_steps")
+
+
 def due(step: int, interval: int, last: bool) -> bool:
     return interval > 0 and (last or step % interval == 0)
 
 
 def sample(model: GPT, c: Config, mesh: Mesh) -> list[str]:
-    prompt = encoding().encode_ordinary("Hello, I'm a language model,")
+    prompt = encoding().encode_ordinary("Hello, I'm a language model,")[: c.block_size - 1]
+    if max(prompt) >= c.vocab_size:  # other tokens than GPT-2's
+        prompt = [0]
     return [decode(ids) for ids in generate(model, mesh, prompt, max_new_tokens=48, num_samples=2, seed=c.seed)]
 
 
@@ -243,8 +266,9 @@ if __name__ == "__main__":
         leave(f"error: {error}", 1)
     except KeyboardInterrupt:
         leave("interrupted before the first step", 130)
-    except RuntimeError as error:  # torch.OutOfMemoryError on GPUs; the CPU's allocator has only this
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError on GPUs; others have only their text
+        texts = ("can't allocate memory", "ALLOC_FAILED", "out of memory")
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
             raise
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes(peak=True)
         leave(f"error: out of memory at a peak of {peak / 2**30:.2f} GiB: lower micro_batch_size or block_size, "

@@ -1,5 +1,7 @@
 """A model small enough for the suite, data it can learn, and the run that every mesh is compared by."""
 
+import math
+
 import torch
 
 from config import Config, check
@@ -33,6 +35,8 @@ def run_steps(config: Config, mesh: Mesh, steps: int = 10) -> tuple[list[float],
     model = build_model(config, mesh)
     optimizer = make_optimizer(model, config)
     losses, norms = [], []
+    with torch.no_grad():  # a validation comes before the first step, as in a run
+        model(*(rows.chunk(mesh.dp)[mesh.dp_rank] for rows in batch(0, config)))
     for step in range(steps):
         inputs, targets = (rows.chunk(mesh.dp)[mesh.dp_rank] for rows in batch(step, config))
         loss, norm = train_step(model, optimizer, inputs, targets, step, config, mesh)
@@ -52,6 +56,7 @@ def run_cells(rank: int, world_size: int, cells: list[dict]) -> list:
 
 
 def difference(run: tuple, reference: tuple) -> float:
-    """The largest relative difference of losses and norms."""
+    """The largest relative difference of losses and norms; all of them must be finite."""
+    assert all(math.isfinite(x) for values in (*run, *reference) for x in values)
     return max(abs(a - b) / abs(b) for ours, theirs in zip(run, reference, strict=True)
                for a, b in zip(ours, theirs, strict=True))

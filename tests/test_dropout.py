@@ -64,8 +64,21 @@ def test_recomputation_meets_the_same_masks():
         model(*batch(0, config)).backward()
         grads.append(model.h[0].mlp.c_fc.weight.grad)
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
-    config = small_config()
-    assert build_model(config, Mesh(CPU)).drop.p == 0.0
+
+
+def test_attention_drops_too():
+    """With values that are all one, attention puts out sums of its weights: 1 without dropout, others with it."""
+    config = small_config(dropout=0.3)
+    attention = build_model(config, Mesh(CPU)).h[0].attn
+    kept = {}
+    attention.c_proj.register_forward_pre_hook(lambda m, args: kept.update(y=args[0]))
+    with torch.no_grad():
+        attention.c_attn.weight.zero_()
+        attention.c_attn.bias.copy_(torch.tensor([0.0, 0.0, 1.0]).repeat_interleave(16).repeat(3))
+        attention(torch.zeros(4, 32, 48))
+        assert kept["y"].std() > 0.1 and abs(kept["y"].mean() - 1) < 0.1
+        attention.eval()(torch.zeros(4, 32, 48))
+        assert torch.allclose(kept["y"], torch.ones(()), atol=1e-5)
 
 
 def test_evaluation_drops_nothing():
