@@ -16,7 +16,7 @@ def small_config(world_size: int = 1, **keys) -> Config:
     """3 heads of 16, vocabulary 1,000 (padded to 1,024), 8 sequences of 32 tokens a step."""
     defaults = {"n_layer": 2, "n_head": 3, "n_embd": 48, "block_size": 32, "vocab_size": 1000, "dtype": "float32",
                 "total_batch_size": 8 * 32, "micro_batch_size": 2, "max_steps": 10, "warmup_steps": 3,
-                "learning_rate": 3e-3, "min_lr": 3e-4, "eval_interval": 0}
+                "learning_rate": 2e-3, "min_lr": 2e-4, "eval_interval": 0}
     config = Config(**(defaults | keys))
     check(config, world_size)
     return config
