@@ -202,7 +202,7 @@ def run_rounds(rows: list[Row], b: Bench) -> None:
 
 
 def tabulate(rows: list[Row]) -> list[dict]:
-    """The figures of each row, by column; rows that failed or never ran have `error` and no figures.
+    """The figures of each row, by column; rows that never came to an end have no figures, those that failed an `error`.
 
     MFU is of the box's GEMM rate on a CPU (the best that any row saw, all cores together), on GPUs of the data sheet's.
     """
@@ -213,7 +213,7 @@ def tabulate(rows: list[Row]) -> list[dict]:
     first = rows[0].speed if rows[0].seconds else None
     table = []
     for row in rows:
-        line = {"name": row.name, "ranks": row.ranks, "error": row.error or "interrupted" * (not row.seconds)}
+        line = {"name": row.name, "ranks": row.ranks, "error": row.error}
         if row.seconds:
             line |= {"tokens_per_s": row.speed, "spread": row.spread, "tokens_per_s_device": row.speed / row.ranks,
                      "mfu": row.speed * flops_per_token(row.config) / (box if on_cpu else row.peak_flops),
@@ -234,12 +234,14 @@ def markdown(table: list[dict]) -> str:
     lines = [head]
     for line in table:
         if "tokens_per_s" not in line:
-            lines.append([line["name"], str(line["ranks"]), "failed"] + ["–"] * (len(head) - 3))
+            state = "failed" if line["error"] else "not run"
+            lines.append([line["name"], str(line["ranks"]), state] + ["–"] * (len(head) - 3))
             continue
         lines.append([
-            line["name"], str(line["ranks"]), f"{line['tokens_per_s']:,.0f}", f"± {line['spread']:.1%}", f"{line['tokens_per_s_device']:,.0f}",
-            f"{line['mfu']:.1%}", f"{line['memory'] / 2**30:.2f}", optional(line["ratio"], "{:.2f}"),
-            str(line["collectives"]), f"{line['bytes'] / 1e6:,.1f}", optional(line["exposed"], "{:.0%}")])
+            line["name"], str(line["ranks"]), f"{line['tokens_per_s']:,.0f}", f"± {line['spread']:.1%}",
+            f"{line['tokens_per_s_device']:,.0f}", f"{line['mfu']:.1%}", f"{line['memory'] / 2**30:.2f}",
+            optional(line["ratio"], "{:.2f}"), str(line["collectives"]), f"{line['bytes'] / 1e6:,.1f}",
+            optional(line["exposed"], "{:.0%}")])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * (width - 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths)])
     text = "".join("| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(
@@ -339,6 +341,10 @@ def main(argv: list[str]) -> None:
     for name in ("rounds", "steps", "untimed_steps", "timeout", "gpus"):
         if getattr(b, name) < 1:
             raise UserError(f"{name} = {getattr(b, name)}: it must be at least 1")
+    if b.plan:
+        import plan
+
+        return plan.main(b.plan, configuration.parse(Bench, [b.plan, *argv], toml=True), b.gpus, b.gpu)
     rows = read_rows(b)
     if b.profile or b.memory:
         return one_step(rows[0], b)
