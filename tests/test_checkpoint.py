@@ -254,7 +254,7 @@ def test_damage_is_named_and_the_one_before_taken(run, damage, capsys):
 
 def test_another_run_is_refused(run):
     assert run.again() == 3 and run.again(tp=1, micro_batch_size=8, log_interval=5) == 3
-    for keys, text in (({"learning_rate": 0.1}, "learning_rate = 0.003; this run has learning_rate = 0.1"),
+    for keys, text in (({"learning_rate": 0.1}, "learning_rate = 0.002; this run has learning_rate = 0.1"),
                        ({"total_batch_size": 512}, "total_batch_size = 256"), ({"seed": 1}, "seed = 1337"),
                        ({"max_steps": 20}, "decay_steps = 10; this run has decay_steps = 20"),
                        ({"data": {"shards": 1, "tokens": 1001}}, "data_dir's tokens = 1000")):
