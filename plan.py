@@ -5,7 +5,8 @@
 Bytes are held to what the trainer does by tests: memory to within 10% of the allocator's peak, traffic exactly. What is
 assumed beside that:
 - Memory is what tensors hold at the worst moment of a step. The CUDA context, NCCL's buffers and fragmentation are not
-  in it: a mesh fits if 90% of the card, less 1.5 GiB, is enough. Compiled blocks keep no more than eager ones.
+  in it: a mesh fits if 90% of the card, less 1.5 GiB, is enough. Compiled blocks keep no more than eager ones;
+  dropout = 0 and loss_parallel = true.
 - Matrix products (the model's FLOPs, padding and recomputation included) run at 70% of the data sheet's dense rate,
   everything else at 80% of the memory's bandwidth: each block reads or writes about 4 times what it keeps, the
   optimizer 28 bytes a parameter.
@@ -42,7 +43,6 @@ class Shape:
     weights: int  # those of them that are matrices
     root: int  # parameters outside the blocks
     replicated: int  # parameters that every tp rank holds whole
-    largest: int  # the largest parameter
     table: int  # V·C of the vocabulary shard
     heads: int
     attention: int  # heads · head_dim
@@ -57,19 +57,15 @@ class Shape:
         sizes = Sizes.padded(c, c.tp)
         with torch.device("meta"):
             model = GPT(replace(c, n_layer=1), sizes)
-        block, weights, root, replicated, largest = 0, 0, 0, 0, 0
+        block = weights = root = replicated = 0
         for name, p in model.named_parameters():
             split = name == "wte.weight" or "c_attn" in name or "c_fc" in name or name.endswith("c_proj.weight")
-            n = p.numel() // c.tp if split else p.numel()
-            largest = max(largest, n)
-            if name.startswith("h."):
-                block, weights = block + n, weights + n * (p.ndim == 2)
-                replicated += 0 if split else n * c.n_layer
-            else:
-                root += n
-                replicated += 0 if split else n
+            n, inside = p.numel() // c.tp if split else p.numel(), name.startswith("h.")
+            block, root = block + n * inside, root + n * (not inside)
+            weights += n * (inside and p.ndim == 2)
+            replicated += n * (not split) * (c.n_layer if inside else 1)
         head_dim = c.n_embd // c.n_head
-        return cls(block, weights, root, replicated, largest, sizes.vocab // c.tp * c.n_embd, sizes.heads // c.tp,
+        return cls(block, weights, root, replicated, sizes.vocab // c.tp * c.n_embd, sizes.heads // c.tp,
                    sizes.heads // c.tp * head_dim, sizes.hidden // c.tp, sizes.vocab // c.tp,
                    c.micro_batch_size * c.block_size, c.tp if c.sequence_parallel else 1, c.torch_dtype.itemsize)
 
@@ -103,40 +99,33 @@ def memory(c: Config, device: str = "cuda") -> dict[str, int]:
     N, C, b, L, d = s.tokens, c.n_embd, s.dtype, c.n_layer, c.dp_shard
     mixed = b < 4
     P = (L * s.block + s.root) // d
-    block = kept(c, s, mode(c))
-    whole = kept(c, s, "none")
-    activations = L * block + N * C * (4 // s.between + b)
-    cast = b * s.table * (mixed and d == 1)
+    block, whole = kept(c, s, mode(c)), kept(c, s, "none")
+    activations = L * block + 4 * N * C // s.between + b * N * C
     chunk = _LinearCrossEntropy.CHUNK[device]
     rows = 4 * min(N * s.vocab, chunk) * (1 + (N * s.vocab > chunk)) * mixed  # float32: the next chunk beside the last
-    table_grad = (b * mixed + 4) * s.table
-    logits = cast + b * N * s.vocab + max(rows, table_grad)
-    # FSDP holds the root's and one or two blocks' weights gathered in the compute dtype
-    gathered = b * (s.root + s.block) if d > 1 else 0
-    accumulating = c.accumulation > 1
+    logits = b * N * s.vocab + b * s.table * (mixed and d == 1) + max(rows, (b * mixed + 4) * s.table)
     # the MLP's backward: gradients of the residual stream, of its gathered output and of hidden units, and of a matrix
-    moving = N * (4 * C // s.between + b * C + b * s.hidden) + (b * mixed + 4) * C * s.hidden
+    moving = 4 * N * C // s.between + b * N * C + b * N * s.hidden + (b * mixed + 4) * C * s.hidden
     # the block that is being recomputed, less what it has kept
     again = {"none": 0, "block": whole, "selective": whole - 4 * b * N * s.attention - b * N * s.hidden}[mode(c)]
-    # both uses of the tied table add up before its gradient does: the head's share waits through the whole backward
-    block_grad, table_held, reduction = 0 if accumulating else 4 * s.block // d, 4 * s.table, 0
-    if d > 1:  # whole gradients stay in the compute dtype until a block's end, the table's until the step's
-        moving = N * (4 * C // s.between + b * C + b * s.hidden) + b * s.block
-        reduction = (b + 4) * s.block + 4 * s.block // d  # a block's reduce-scatter: no longer beside its activations
-        gathered += b * s.block
-        table_held = b * s.table
-    beside = table_held + gathered
-    first = activations + beside + max(again + moving, reduction - block)
-    last = (L - 1) * block_grad + beside + max(block + again + moving, reduction)
-    bucket = 4 * min(P, max(BUCKET, s.largest)) if c.dp_replicate > 1 and d == 1 else 0
-    tables = 2 + (c.tp > 1)  # gradients of both uses of the table, added into a third where they are DTensors
+    # from the second micro-batch on gradients are there from the start, FSDP's whole where it reduces them once a step
+    earlier = c.accumulation > 1 and 4 * P * (1 if c.accumulate_sharded else d)
+    block_grad, grads = (0, 0) if earlier else (4 * s.block // d, 4 * P)
+    tables = 2 + (c.tp > 1)  # gradients of both uses of the tied table, added into a third where they are DTensors
     if d == 1:
-        end = (4 * s.table * tables if accumulating else 4 * P + max(4 * s.table * (tables - 1), bucket))
-        end = max(end, bucket)
-    else:  # beside the gathered root its gradients; then these in a reduce-scatter
+        bucket = 4 * min(P, max(BUCKET, s.table)) * (c.dp_replicate > 1)
+        end = max(grads + bucket, 4 * s.table * tables + (grads and grads - 4 * s.table))
+        gathered, reduction, waiting = 0, 0, 4 * s.table
+    else:  # in the compute dtype: the root's and two blocks' gathered weights, and gradients until they are reduced
+        moving += b * s.block - (b * mixed + 4) * C * s.hidden
         end = L * block_grad + max(b * s.root + tables * b * s.table, (b + 4) * s.root + 4 * s.root // d)
-    head = activations + logits + gathered - b * s.block * (d > 1)
-    peak = 12 * P + 4 * P * accumulating + max(head, first, last, end)
+        gathered = b * s.root + b * s.block * (2 if c.reshard_after_forward else L)
+        reduction, waiting = (b + 4) * s.block + 4 * s.block // d, b * s.table
+    head = activations + logits + gathered - b * s.block * (d > 1 and c.reshard_after_forward)
+    # the first and the last block of the backward; the head's share of the table's gradient waits for the embedding's
+    first = activations + waiting + gathered + max(again + moving, reduction - block)
+    last = (L - 1) * block_grad + waiting + gathered + max(block + again + moving, reduction)
+    peak = 12 * P + earlier + max(head, first, last, end)
     return {"parameters": 4 * P, "gradients": 4 * P, "optimizer": 8 * P, "activations": activations, "logits": logits,
             "peak": peak}
 
@@ -149,7 +138,6 @@ def traffic(c: Config) -> dict[str, tuple[int, int, int]]:
     """
     s = Shape.of(c)
     N, C, b, L, micro = s.tokens, c.n_embd, s.dtype, c.n_layer, c.accumulation
-    P = L * s.block + s.root
     found = {"tp": Counter(), "replicate": Counter(), "shard": Counter()}
 
     def add(who: str, n: int, payload: int, ranks: int, factor: int = 1) -> None:
@@ -175,13 +163,14 @@ def traffic(c: Config) -> dict[str, tuple[int, int, int]]:
         gathers = 2 if c.reshard_after_forward else 1
         add("shard", micro * gathers * L, b * s.block, c.dp_shard)
         add("shard", micro, b * s.root, c.dp_shard)
-        add("shard", micro * L, 4 * s.block, c.dp_shard)
-        add("shard", micro, 4 * s.root, c.dp_shard)
+        reductions = micro if c.accumulate_sharded else 1
+        add("shard", reductions * L, 4 * s.block, c.dp_shard)
+        add("shard", reductions, 4 * s.root, c.dp_shard)
         if c.dp_replicate > 1:
             add("replicate", L, 4 * s.block // c.dp_shard, c.dp_replicate, 2)
             add("replicate", 1, 4 * s.root // c.dp_shard, c.dp_replicate, 2)
     elif c.dp > 1:
-        own = P - s.replicated * (c.tp > 1)
+        own = L * s.block + s.root - s.replicated * (c.tp > 1)
         n = math.ceil(own / BUCKET)
         add("replicate", n, 4 * own / n, c.dp, 2)
     return {who: (v["count"], round(v["payload"]), v["link"]) for who, v in found.items()}
@@ -193,41 +182,29 @@ def step_seconds(c: Config, gpu: str) -> float:
     name, _, bandwidth, link = GPUS[gpu]
     recomputed = 4 / 3 if c.activation_checkpointing == "block" else 1
     flops = 6 * (c.n_layer * s.weights + s.table) + 12 * c.n_layer * s.attention * c.block_size  # a token, on this rank
-    products = recomputed * flops * s.tokens * c.accumulation / (0.7e12 * GPU_TFLOPS[name])
+    products = recomputed * flops * s.tokens * c.accumulation / (0.7e12 * GPU_TFLOPS[name])  # seconds
     moved = c.accumulation * 4 * c.n_layer * kept(c, s, "none") + 28 * (c.n_layer * s.block + s.root) // c.dp_shard
     waits = {who: n * 20e-6 + size / (0.75e9 * link) for who, (n, _, size) in traffic(c).items()}
-    return (products + moved / (0.8e9 * bandwidth) + waits["tp"] + waits["replicate"]
-            + max(0.0, waits["shard"] - products))
-
-
-def fits(peak: int, gpu: str) -> bool:
-    return peak + 1.5 * 2**30 <= 0.9 * GPUS[gpu][1] * 2**30
-
-
-def meshes(c: Config, gpus: int) -> tuple[list[Config], list[str]]:
-    """`c` on every mesh of so many GPUs, and why the others are none."""
-    found, refused = [], []
-    degrees = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    for tp in degrees:
-        for shard in (n for n in degrees if gpus // tp % n == 0):
-            mesh = replace(c, tp=tp, dp_shard=shard, dp_replicate=gpus // tp // shard, async_tp=c.async_tp and tp > 1)
-            try:
-                configuration.check(mesh, gpus)
-                found.append(mesh)
-            except UserError as error:
-                refused.append(f"tp {tp}, dp_shard {shard}: {error}")
-    return found, refused
+    exposed = waits["tp"] + waits["replicate"] + max(0.0, waits["shard"] - products)
+    return products + moved / (0.8e9 * bandwidth) + exposed
 
 
 def table(c: Config, gpus: int, gpu: str) -> tuple[list[dict], list[str]]:
-    """A line a mesh: `config` in the fastest checkpointing mode that fits (else the leanest), `modes` (mode → memory),
-    `seconds`, `bytes` of collectives, `fits`; fastest first, those that do not fit last. And the meshes refused."""
-    lines = []
-    found, refused = meshes(c, gpus)
-    for mesh in found:
+    """A line for every mesh of so many GPUs, and why other meshes are none. In a line: `config`, in the fastest
+    checkpointing mode that fits (else the leanest), `modes` (mode → memory), `seconds` a step, `bytes` of collectives,
+    `fits`. The fastest come first, those that do not fit last."""
+    lines, refused, room = [], [], 0.9 * GPUS[gpu][1] * 2**30 - 1.5 * 2**30
+    degrees = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for tp, shard in ((tp, shard) for tp in degrees for shard in degrees if gpus // tp % shard == 0):
+        mesh = replace(c, tp=tp, dp_shard=shard, dp_replicate=gpus // tp // shard, async_tp=c.async_tp and tp > 1)
+        try:
+            configuration.check(mesh, gpus)
+        except UserError as error:
+            refused.append(f"tp {tp}, dp_shard {shard}: {error}")
+            continue
         by_mode = {mode: replace(mesh, activation_checkpointing=mode) for mode in MODES}
         modes = {mode: memory(config) for mode, config in by_mode.items()}
-        fitting = [mode for mode in MODES if fits(modes[mode]["peak"], gpu)]
+        fitting = [mode for mode in MODES if modes[mode]["peak"] <= room]
         chosen = by_mode[fitting[0] if fitting else "block"]
         lines.append({"config": chosen, "modes": modes, "fits": bool(fitting), "seconds": step_seconds(chosen, gpu),
                       "bytes": sum(payload for _, payload, _ in traffic(chosen).values())})
@@ -247,17 +224,14 @@ def main(path: str, c: Config, gpus: int, gpu: str) -> None:
         raise UserError(f"--gpus = {gpus}: no mesh serves; {refused[0]}")
     print(f"{path} on {gpus} × {gpu} ({GPUS[gpu][1]} GiB), micro_batch_size = {c.micro_batch_size}; GiB a rank; "
           "activations and peak for activation_checkpointing = none / selective / block\n")
-    head = ["tp × shard × repl", "parameters", "gradients", "optimizer", "activations", "logits", "peak", "fits",
-            "GB sent", "s a step", "tok/s", "MFU"]
-    rows = [head]
+    rows = [["tp × shard × repl", "parameters", "gradients", "optimizer", "logits", "activations", "peak", "fits",
+             "GB sent", "s a step", "tok/s", "MFU"]]
     for line in lines:
-        mesh, one = line["config"], line["modes"]["none"]
-        def gib(key, line=line):
-            return " / ".join(f"{line['modes'][mode][key] / 2**30:.1f}" for mode in MODES)
+        mesh, modes = line["config"], line["modes"].values()
         speed = mesh.total_batch_size / line["seconds"]
         rows.append([f"{mesh.tp} × {mesh.dp_shard} × {mesh.dp_replicate}",
-                     *(f"{one[key] / 2**30:.2f}" for key in ("parameters", "gradients", "optimizer")),
-                     gib("activations"), f"{one['logits'] / 2**30:.2f}", gib("peak"),
+                     *(f"{line['modes']['none'][key] / 2**30:.2f}" for key in rows[0][1:5]),
+                     *(" / ".join(f"{one[key] / 2**30:.1f}" for one in modes) for key in rows[0][5:7]),
                      mesh.activation_checkpointing if line["fits"] else "no", f"{line['bytes'] / 1e9:.1f}",
                      f"{line['seconds']:.2f}", f"{speed:,.0f}",
                      f"{speed * flops_per_token(mesh) / gpus / GPU_TFLOPS[GPUS[gpu][0]] / 1e12:.0%}"])
@@ -266,8 +240,7 @@ def main(path: str, c: Config, gpus: int, gpu: str) -> None:
     if refused:
         print(f"\n{len(refused)} other meshes do not serve, e.g. {refused[0]}")
     if not lines[0]["fits"]:
-        raise UserError(f"micro_batch_size = {c.micro_batch_size} fits on no mesh of {gpus} × {gpu}: lower it, or take "
-                        "more GPUs")
+        raise UserError(f"micro_batch_size = {c.micro_batch_size} fits on no mesh of {gpus} × {gpu}: lower it")
     best = lines[0]["config"]
     print("\nestimates, whose assumptions are in plan.py: time the best few with benchmark.py. The fastest that fits:\n"
           f"torchrun --standalone --nproc-per-node={gpus} train_gpt2_tp.py {path} --tp={best.tp} "
