@@ -233,7 +233,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits[start : start + step] = z
         total, target_logit = all_sum(torch.stack([partial, target_logit]))
         E = logits.gather(1, column)
-        logits.scatter_(1, column, torch.where(mine, (E.float() - total[:, None]).to(x.dtype), E))
+        at_target = torch.where(mine, (E.float() - total[:, None]).to(x.dtype), E)
+        rows = torch.arange(N, device=x.device)
+        logits.index_put_((rows, column[:, 0]), at_target[:, 0])  # scatter_ would copy all logits on a CPU
         ctx.save_for_backward(x, w, logits, total)
         return (total.log() + maximum - target_logit).mean()
 

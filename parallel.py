@@ -365,14 +365,14 @@ BUCKET = 2**23  # elements of a data-parallel all-reduce: 32 MB
 def reduce_gradients(params: list[nn.Parameter], mesh: Mesh) -> None:
     """Make gradients whole, once a step: replicated parameters' in one all-reduce, the others averaged over dp.
 
-    With sequence parallelism a replicated parameter's gradient is Partial: summed over tp, averaged over dp. Without it
-    is whole, and travels only where there is dp; then too over all ranks at once, so that they end with the same bits.
+    With sequence parallelism such a gradient is Partial (but for row-parallel biases): summed over tp, averaged over
+    dp. Where it is whole it travels only for dp, and then too over all ranks at once: they end with the same bits.
     FSDP (dp_shard > 1) has done all this in the backward, parameter by parameter.
     """
     if mesh.dp_shard > 1:
         return
-    replicated = [p for p in params if is_replicated(p)]
-    if replicated and (mesh.dp > 1 or replicated[-1].grad.placements[0].is_partial()):
+    replicated = [p for p in params if is_replicated(p) and (mesh.dp > 1 or p.grad.placements[0].is_partial())]
+    if replicated:
         for p in replicated:
             copies = mesh.dp if p.grad.placements[0].is_partial() else mesh.world_size
             p.grad = DTensor.from_local(p.grad.to_local().div_(copies), p.device_mesh, p.placements, run_check=False)

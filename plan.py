@@ -156,7 +156,8 @@ def traffic(c: Config) -> dict[str, tuple[int, int, int]]:
         add("tp", micro, 4 * N, c.tp, 2)  # the loss: row maxima, then row sums and target logits
         add("tp", micro, 8 * N, c.tp, 2)
         if c.dp_shard == 1 and (c.sequence_parallel or c.dp > 1):  # replicated parameters' gradients
-            add("tp", 1, 4 * s.replicated, c.tp * c.dp, 2)
+            whole = 2 * C * L * (c.dp == 1)  # row-parallel biases, whose gradients need no sum over tp
+            add("tp", 1, 4 * (s.replicated - whole), c.tp * c.dp, 2)
     if c.tp * c.dp_shard > 1:
         add("tp", 1, 4, c.tp * c.dp, 2)  # the norm
     if c.dp_shard > 1:

@@ -117,7 +117,8 @@ def test_one_rank_gets_sigterm_and_all_save_and_exit_with_0(tmp_path, data_dir):
 
 
 def test_a_run_that_diverges_keeps_its_checkpoint(tmp_path, data_dir, capsys):
-    words = [f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'run'}", *SMALL, "--checkpoint_interval=1", "--decay_steps=8"]
+    words = [f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'run'}", *SMALL, "--decay_steps=8",
+             "--checkpoint_interval=1"]
     trainer.main([*words, "--max_steps=2"])
     with pytest.raises(Diverged, match="step 3: its update leaves weights whose loss is nan"):
         trainer.main([*words, "--resume=true", "--resume_override=true",
