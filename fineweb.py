@@ -108,6 +108,10 @@ def encoded(stream, workers: int):
     """(piece, its tokens) in order, encoded by `workers` processes a few tasks ahead of the caller."""
     context = multiprocessing.get_context("spawn")  # fork copies locks that Arrow's threads may hold
     with ProcessPoolExecutor(workers, context, start_worker) as pool:
+        # workers start with their first task and inherit this: a Ctrl-C before start_worker has run is the parent's too
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        pool.submit(int)
+        signal.signal(signal.SIGINT, handler)
         pending = deque()
 
         def oldest():

@@ -44,9 +44,10 @@ def plan(config: Config) -> dict[str, ParallelStyle]:
     norm = SequenceParallel(use_local_output=True) if config.sequence_parallel else ReplicatedNorm()
     column = ColwiseParallel(input_layouts=between)
     row = RowwiseParallel(output_layouts=between)
+    embedding = VocabEmbedding(between)
     return {
         # module            style                           # its parameters          its output
-        "wte": VocabEmbedding(between),                     # Shard(0): vocabulary    between
+        "wte": embedding,                                   # Shard(0): vocabulary    between
         "wpe": PositionEmbedding(between),                  # Replicate               (T/tp or T, C)
         "h.*.ln_1": norm,                                   # Replicate               between
         "h.*.attn.c_attn": column,                          # Shard(0): heads         (B, T, heads/tp · 3 · head_dim)
@@ -55,7 +56,7 @@ def plan(config: Config) -> dict[str, ParallelStyle]:
         "h.*.mlp.c_fc": column,                             # Shard(0): hidden        (B, T, hidden/tp)
         "h.*.mlp.c_proj": row,                              # Shard(1), bias Repl.    between
         "ln_f": norm,                                       # Replicate               between
-        "lm_head": VocabHead(between, config.loss_parallel),  # wte's                 loss, or whole logits
+        "lm_head": VocabHead(between, config.loss_parallel, embedding),  # wte's      loss, or whole logits
     } | drop
 
 
@@ -73,12 +74,13 @@ class ReplicatedNorm(ParallelStyle):
 class VocabEmbedding(ParallelStyle):
     """`wte` by rows: a rank looks up the ids it holds, the sum over ranks is the embedding.
 
-    The lookup runs on the local rows, so the gradient never has the whole vocabulary's size. One reduce-scatter forward
-    and one all-gather backward (one all-reduce forward where `between` is Replicate).
+    The lookup runs on the local rows, so the gradient never has the whole vocabulary's size. `rows` lends them to the
+    head until it has run: as gradients of one plain tensor the two uses add up in place, as DTensors they would not.
+    One reduce-scatter forward and one all-gather backward (one all-reduce forward where `between` is Replicate).
     """
 
     def __init__(self, between):
-        self.between = between
+        self.between, self.rows = between, None
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         _distribute(module, mesh, Shard(0))
@@ -86,7 +88,7 @@ class VocabEmbedding(ParallelStyle):
         return module
 
     def _forward(self, module, mesh, idx):  # (B, T) → (B, T/tp, C), float32
-        rows = module.weight.to_local()
+        rows = self.rows = module.weight.to_local()
         idx = idx - mesh.get_local_rank() * len(rows)
         elsewhere = (idx < 0) | (idx >= len(rows))
         x = F.embedding(idx.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
@@ -119,8 +121,8 @@ class VocabHead(ParallelStyle):
     the logits are gathered.
     """
 
-    def __init__(self, between, loss_parallel: bool):
-        self.between, self.loss_parallel = between, loss_parallel
+    def __init__(self, between, loss_parallel: bool, embedding: VocabEmbedding):
+        self.between, self.loss_parallel, self.embedding = between, loss_parallel, embedding
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.forward = partial(self._forward, module, mesh)  # no parameter of its own: GPT.tie gives it wte's
@@ -128,7 +130,7 @@ class VocabHead(ParallelStyle):
 
     def _forward(self, module, mesh, x, targets=None, position=None):
         x = _redistribute(x, mesh, self.between, Replicate(), grad=Partial())
-        weight = module.weight.to_local()
+        weight, self.embedding.rows = self.embedding.rows, None
         if targets is not None and self.loss_parallel:
             first = mesh.get_local_rank() * len(weight)
             real = min(max(module.vocab_size - first, 0), len(weight))

@@ -111,7 +111,7 @@ def memory(c: Config, device: str = "cuda") -> dict[str, int]:
     # from the second micro-batch on gradients are there from the start, FSDP's whole where it reduces them once a step
     earlier = c.accumulation > 1 and 4 * P * (1 if c.accumulate_sharded else d)
     block_grad, grads = (0, 0) if earlier else (4 * s.block // d, 4 * P)
-    tables = 2 + (c.tp > 1)  # gradients of both uses of the tied table, added into a third where they are DTensors
+    tables = 2  # gradients of both uses of the tied table
     if d == 1:
         bucket = 4 * min(P, max(BUCKET, s.table)) * (c.dp_replicate > 1)
         end = max(grads + bucket, 4 * s.table * tables + (grads and grads - 4 * s.table))
