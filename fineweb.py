@@ -108,9 +108,10 @@ def encoded(stream, workers: int):
     """(piece, its tokens) in order, encoded by `workers` processes a few tasks ahead of the caller."""
     context = multiprocessing.get_context("spawn")  # fork copies locks that Arrow's threads may hold
     with ProcessPoolExecutor(workers, context, start_worker) as pool:
-        # workers start with their first task and inherit this: a Ctrl-C before start_worker has run is the parent's too
+        # a submit starts a worker where none is idle, which inherits this: Ctrl-C before start_worker is the parent's
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        pool.submit(int)
+        for _ in range(workers):
+            pool.submit(int)
         signal.signal(signal.SIGINT, handler)
         pending = deque()
 
