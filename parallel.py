@@ -40,7 +40,10 @@ def plan(config: Config) -> dict[str, ParallelStyle]:
     """
     # activations between blocks (B, T, C): each rank a slice of T, or each rank all of it
     between = Shard(1) if config.sequence_parallel else Replicate()
-    drop = {} if config.sequence_parallel else dict.fromkeys(("drop", "h.*.drop_1", "h.*.drop_2"), SharedDropout())
+    # a forward of its own for each would have each block compiled anew: only where there is dropout
+    drop = {}
+    if config.dropout and not config.sequence_parallel:
+        drop = dict.fromkeys(("drop", "h.*.drop_1", "h.*.drop_2"), SharedDropout())
     norm = SequenceParallel(use_local_output=True) if config.sequence_parallel else ReplicatedNorm()
     column = ColwiseParallel(input_layouts=between)
     row = RowwiseParallel(output_layouts=between)
