@@ -99,7 +99,10 @@ class VocabEmbedding(ParallelStyle):
 
 
 class PositionEmbedding(ParallelStyle):
-    """`wpe`, replicated and read only for this rank's slice of the sequence. No collective; its gradient is Partial."""
+    """`wpe`, replicated and read only for this rank's slice of the sequence. No collective.
+
+    Its gradient is Partial where the sequence is sharded, whole on every rank where it is not.
+    """
 
     def __init__(self, between):
         self.between = between
