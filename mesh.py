@@ -116,7 +116,9 @@ class Collectives(TorchDispatchMode):
     The payload of a collective is its whole tensor: what an all-gather puts out, a reduce-scatter takes in.
     """
 
-    KINDS: ClassVar = {"reduce_scatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce"}
+    # over gloo a reduce-scatter is an all-to-all and an addition; see styles.py
+    KINDS: ClassVar = {"reducescatter": "reduce-scatter", "alltoall": "reduce-scatter", "allgather": "all-gather",
+                       "allreduce": "all-reduce"}
 
     def __init__(self):
         super().__init__()
@@ -131,7 +133,7 @@ class Collectives(TorchDispatchMode):
             return NotImplemented  # DTensor comes first: then what it does to local tensors passes here
         result = op(*args, **(kwargs or {}))
         if "c10d" in op.namespace:
-            name = op.__name__.replace("all_", "all").replace("_reduce_scatter", "reduce_scatter")
+            name = op.__name__.replace("_", "")
             for key, kind in self.KINDS.items():
                 if key in name:
                     tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]

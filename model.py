@@ -59,8 +59,10 @@ class LayerNorm(nn.LayerNorm):
         self.dtype = config.torch_dtype
 
     def forward(self, x):
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.dtype)
+        return self.normalize(x, self.weight, self.bias)
+
+    def normalize(self, x, weight, bias):
+        return F.layer_norm(x, self.normalized_shape, weight.to(x.dtype), bias.to(x.dtype), self.eps).to(self.dtype)
 
 
 class Attention(nn.Module):

@@ -11,22 +11,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from config import Config
 from mesh import Mesh
-from model import GPT, Sizes, initial_value, linear_cross_entropy, real_shapes, seed_from
+from model import GPT, Sizes, initial_value, real_shapes, seed_from
+from styles import Colwise, Replicated, ReplicatedDropout, Rowwise, Vocab
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the plan
@@ -40,156 +34,22 @@ def plan(config: Config) -> dict[str, ParallelStyle]:
     """
     # activations between blocks (B, T, C): each rank a slice of T, or each rank all of it
     between = Shard(1) if config.sequence_parallel else Replicate()
-    # a forward of its own for each would have each block compiled anew: only where there is dropout
-    drop = {}
-    if config.dropout and not config.sequence_parallel:
-        drop = dict.fromkeys(("drop", "h.*.drop_1", "h.*.drop_2"), SharedDropout())
-    norm = SequenceParallel(use_local_output=True) if config.sequence_parallel else ReplicatedNorm()
-    column = ColwiseParallel(input_layouts=between)
-    row = RowwiseParallel(output_layouts=between)
-    embedding = VocabEmbedding(between)
+    column, row, replicated = Colwise(between), Rowwise(between), Replicated(between)
+    vocab = Vocab(between, config.loss_parallel)
+    whole = () if config.sequence_parallel else ("drop", "h.*.drop_1", "h.*.drop_2")
     return {
-        # module            style                           # its parameters          its output
-        "wte": embedding,                                   # Shard(0): vocabulary    between
-        "wpe": PositionEmbedding(between),                  # Replicate               (T/tp or T, C)
-        "h.*.ln_1": norm,                                   # Replicate               between
-        "h.*.attn.c_attn": column,                          # Shard(0): heads         (B, T, heads/tp · 3 · head_dim)
-        "h.*.attn.c_proj": row,                             # Shard(1), bias Repl.    between
-        "h.*.ln_2": norm,                                   # Replicate               between
-        "h.*.mlp.c_fc": column,                             # Shard(0): hidden        (B, T, hidden/tp)
-        "h.*.mlp.c_proj": row,                              # Shard(1), bias Repl.    between
-        "ln_f": norm,                                       # Replicate               between
-        "lm_head": VocabHead(between, config.loss_parallel, embedding),  # wte's      loss, or whole logits
-    } | drop
-
-
-class ReplicatedNorm(ParallelStyle):
-    """What SequenceParallel is, for activations that every rank holds whole: gradients come out Replicate."""
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, mesh, Replicate())
-        module.register_forward_pre_hook(
-            lambda _, args: DTensor.from_local(args[0], mesh, [Replicate()], run_check=False))
-        module.register_forward_hook(lambda _, args, output: output.to_local())
-        return module
-
-
-class VocabEmbedding(ParallelStyle):
-    """`wte` by rows: a rank looks up the ids it holds, the sum over ranks is the embedding.
-
-    The lookup runs on the local rows, so the gradient never has the whole vocabulary's size. `rows` lends them to the
-    head until it has run: as gradients of one plain tensor the two uses add up in place, as DTensors they would not.
-    One reduce-scatter forward and one all-gather backward (one all-reduce forward where `between` is Replicate).
-    """
-
-    def __init__(self, between):
-        self.between, self.rows = between, None
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, mesh, Shard(0))
-        module.forward = partial(self._forward, module, mesh)
-        return module
-
-    def _forward(self, module, mesh, idx):  # (B, T) → (B, T/tp, C), float32
-        rows = self.rows = module.weight.to_local()
-        idx = idx - mesh.get_local_rank() * len(rows)
-        elsewhere = (idx < 0) | (idx >= len(rows))
-        x = F.embedding(idx.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
-        return _redistribute(x, mesh, Partial(), self.between)
-
-
-class PositionEmbedding(ParallelStyle):
-    """`wpe`, replicated and read only for this rank's slice of the sequence. No collective.
-
-    Its gradient is Partial where the sequence is sharded, whole on every rank where it is not.
-    """
-
-    def __init__(self, between):
-        self.between = between
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, mesh, Replicate())
-        module.forward = partial(self._forward, module, mesh)
-        return module
-
-    def _forward(self, module, mesh, positions):  # (T,) → (T/tp, C), float32
-        if self.between.is_replicate():
-            return F.embedding(positions, module.weight.to_local())
-        mine = positions.chunk(mesh.size())[mesh.get_local_rank()]
-        return F.embedding(mine, module.weight.to_local(grad_placements=[Partial()]))
-
-
-class VocabHead(ParallelStyle):
-    """`lm_head` into vocabulary shards, and the loss on them: whole logits exist on no rank.
-
-    One all-gather forward and one reduce-scatter backward (one all-reduce backward where `between` is Replicate), and
-    two small all-reduces for the loss. `loss_parallel = False` gathers the logits instead, for study. Without targets
-    the logits are gathered.
-    """
-
-    def __init__(self, between, loss_parallel: bool, embedding: VocabEmbedding):
-        self.between, self.loss_parallel, self.embedding = between, loss_parallel, embedding
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        module.forward = partial(self._forward, module, mesh)  # no parameter of its own: GPT.tie gives it wte's
-        return module
-
-    def _forward(self, module, mesh, x, targets=None, position=None):
-        x = _redistribute(x, mesh, self.between, Replicate(), grad=Partial())
-        weight, self.embedding.rows = self.embedding.rows, None
-        if targets is not None and self.loss_parallel:
-            first = mesh.get_local_rank() * len(weight)
-            real = min(max(module.vocab_size - first, 0), len(weight))
-            return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), real, first,
-                                        partial(_all_reduce, mesh.get_group(), dist.ReduceOp.MAX),
-                                        partial(_all_reduce, mesh.get_group(), dist.ReduceOp.SUM))
-        if position is not None:
-            x = x[:, position : position + 1]
-        logits = _redistribute(F.linear(x, weight.to(x.dtype)), mesh, Shard(2), Replicate())
-        logits = logits[..., : module.vocab_size].float()
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class SharedDropout(ParallelStyle):
-    """Dropout of activations that every rank holds whole: the same mask on all of them, from a seed of the module's.
-
-    Elsewhere activations are sharded and the ranks' own generators make their masks; see `seed_dropout`.
-    """
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        module.forward = partial(self._forward, module)
-        return module
-
-    def _forward(self, module, x):
-        if not (module.training and module.p):
-            return x
-        with torch.random.fork_rng([x.device] if x.is_cuda else []):
-            torch.manual_seed(module.seed)
-            return F.dropout(x, module.p)
-
-
-def _redistribute(x, mesh: DeviceMesh, source, target, grad=None):
-    """A local tensor of placement `source` as the local tensor of placement `target`; gradients go the mirrored way.
-
-    `grad` is the placement of the result's gradient where it is not the result's own (a Partial gradient of a
-    replicated activation: each rank's share of a column-parallel product).
-    """
-    x = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
-    return x.to_local(grad_placements=[grad or target])
-
-
-def _all_reduce(group, op, x):
-    dist.all_reduce(x, op, group=group)
-    return x
-
-
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement) -> None:
-    """Replace a module's own parameters by DTensors of `placement`, on meta: `materialise` gives them values."""
-    for name, p in list(module.named_parameters(recurse=False)):
-        local = p
-        if placement.is_shard():
-            local = p.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
-        setattr(module, name, nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False)))
+        # module            style        its parameters          its output
+        "wte": vocab,                  # Shard(0): vocabulary    between
+        "wpe": replicated,             # Replicate               (T/tp or T, C)
+        "h.*.ln_1": replicated,        # Replicate               between
+        "h.*.attn.c_attn": column,     # Shard(0): heads         (B, T, heads/tp · 3 · head_dim)
+        "h.*.attn.c_proj": row,        # Shard(1), bias Repl.    between
+        "h.*.ln_2": replicated,        # Replicate               between
+        "h.*.mlp.c_fc": column,        # Shard(0): hidden        (B, T, hidden/tp)
+        "h.*.mlp.c_proj": row,         # Shard(1), bias Repl.    between
+        "ln_f": replicated,            # Replicate               between
+        "lm_head": vocab,              # wte's                   loss, or whole logits
+    } | dict.fromkeys(whole, ReplicatedDropout())
 
 
 def apply_plan(model: GPT, config: Config, mesh: DeviceMesh) -> None:
@@ -240,7 +100,7 @@ def wrap_blocks(model: GPT, config: Config, mesh: Mesh) -> None:
 def _keep(context, op, *args, **kwargs) -> CheckpointPolicy:
     """Selective recomputation keeps what costs most to make again: GEMMs, attention, and what crossed ranks."""
     name = str(op)
-    kept = ("aten.mm", "aten.addmm", "aten._scaled_dot_product", "reduce_scatter", "all_reduce")
+    kept = ("aten.mm", "aten.addmm", "aten._scaled_dot_product", "reduce_scatter", "all_to_all", "all_reduce")
     return CheckpointPolicy.MUST_SAVE if any(k in name for k in kept) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
