@@ -28,43 +28,29 @@ class Mesh:
     device: torch.device
     rank: int = 0
     world_size: int = 1
+    # numbers, not properties of the device mesh, which works for a tenth of a millisecond to tell one
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
     device_mesh: DeviceMesh | None = None  # None: one process, no process group
     dp_group: dist.ProcessGroup | None = None  # (dp_replicate, dp_shard) flattened: one group, one collective
-
-    def _size(self, dim: str) -> int:
-        return self.device_mesh[dim].size() if self.device_mesh else 1
-
-    def _rank(self, dim: str) -> int:
-        return self.device_mesh[dim].get_local_rank() if self.device_mesh else 0
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     @property
-    def tp(self) -> int:
-        return self._size("tp")
-
-    @property
     def tp_rank(self) -> int:
-        return self._rank("tp")
+        return self.rank % self.tp
 
     @property
     def dp(self) -> int:
         """Data-parallel degree, sharded or not: how many ways a global batch is divided."""
-        return self._size("dp_replicate") * self._size("dp_shard")
+        return self.dp_replicate * self.dp_shard
 
     @property
     def dp_rank(self) -> int:
-        return self._rank("dp_replicate") * self._size("dp_shard") + self._rank("dp_shard")
-
-    @property
-    def dp_shard(self) -> int:
-        return self._size("dp_shard")
-
-    @property
-    def dp_replicate(self) -> int:
-        return self._size("dp_replicate")
+        return self.rank // self.tp
 
     def all_mean(self, x: torch.Tensor) -> torch.Tensor:
         """Mean of `x` over data-parallel ranks; TP peers hold equal values already. One all-reduce."""
@@ -116,9 +102,7 @@ class Collectives(TorchDispatchMode):
     The payload of a collective is its whole tensor: what an all-gather puts out, a reduce-scatter takes in.
     """
 
-    # over gloo a reduce-scatter is an all-to-all and an addition; see styles.py
-    KINDS: ClassVar = {"reducescatter": "reduce-scatter", "alltoall": "reduce-scatter", "allgather": "all-gather",
-                       "allreduce": "all-reduce"}
+    KINDS: ClassVar = {"reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce"}
 
     def __init__(self):
         super().__init__()
@@ -134,6 +118,8 @@ class Collectives(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         if "c10d" in op.namespace:
             name = op.__name__.replace("_", "")
+            if "alltoall" in name:  # what styles.py makes the others of over gloo; of a sum that stays whole, by a swap
+                name = "allreduce" if 0 in args[1] else "reducescatter"
             for key, kind in self.KINDS.items():
                 if key in name:
                     tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
@@ -209,9 +195,10 @@ def mesh_over_world(config: Config, device: torch.device) -> Mesh:
     """The mesh over an initialised process group."""
     def over(**dims: int) -> DeviceMesh:
         return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    replicate, shard, tp = config.dp_replicate, config.dp_shard, config.tp
-    return Mesh(device, dist.get_rank(), dist.get_world_size(), over(dp_replicate=replicate, dp_shard=shard, tp=tp),
-                over(dp=replicate * shard, tp=tp)["dp"].get_group())
+    sizes = {"dp_replicate": config.dp_replicate, "dp_shard": config.dp_shard, "tp": config.tp}
+    dp = over(dp=config.dp_replicate * config.dp_shard, tp=config.tp)["dp"]
+    return Mesh(device, dist.get_rank(), dist.get_world_size(), **sizes, device_mesh=over(**sizes),
+                dp_group=dp.get_group())
 
 
 def leave(message: str, code: int) -> None:
