@@ -1,5 +1,7 @@
 """Every mesh against one process, and one process against plain PyTorch. Real gloo ranks."""
 
+import copy
+import functools
 import sys
 
 import pytest
@@ -7,12 +9,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from small import CPU, batch, difference, run_cells, run_steps, small_config
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 import parallel
 from mesh import Mesh, mesh_over_world
+from model import Block, Sizes
 from parallel import build_model, check_weights, clip_grad_norm, make_optimizer, reduce_gradients
 from train_gpt2_tp import learning_rate, train_step
 
@@ -135,6 +139,50 @@ def count_collectives(config, mesh) -> dict[str, int]:
     return {str(op).split(".")[-1]: n for op, n in counter.get_comm_counts().items()}
 
 
+def beside_stock_styles(mesh) -> dict[str, float]:
+    """A block under our styles and under PyTorch's own: largest differences of its output and gradients."""
+    found = {}
+    for sequence_parallel, between in ((True, Shard(1)), (False, Replicate())):
+        config = small_config(2, tp=2, sequence_parallel=sequence_parallel)
+        torch.manual_seed(0)
+        block = Block(config, Sizes.padded(config, 2))
+        stock = {"attn.c_attn": ColwiseParallel(input_layouts=between), "attn.c_proj": RowwiseParallel(
+            output_layouts=between), "mlp.c_fc": ColwiseParallel(input_layouts=between), "mlp.c_proj": RowwiseParallel(
+            output_layouts=between)}
+        if sequence_parallel:
+            stock |= dict.fromkeys(("ln_1", "ln_2"), SequenceParallel(use_local_output=True))
+        ours = {key.removeprefix("h.*."): style for key, style in parallel.plan(config).items() if key in (
+            f"h.*.{name}" for name in (*stock, "ln_1", "ln_2"))}
+        x, grad, results = torch.randn(2, 8, 48), torch.randn(2, 8, 48), []
+        for styles in (ours, stock):
+            sharded = parallelize_module(copy.deepcopy(block), mesh, styles)
+            mine = [t.chunk(2, 1)[mesh.get_local_rank()] if sequence_parallel else t for t in (x, grad)]
+            entered = mine[0].clone().requires_grad_()
+            y = sharded(entered)
+            y.backward(mine[1])
+            grads = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                     for name, p in sharded.named_parameters()}
+            results.append({"y": y.detach(), "x": entered.grad} | grads)
+        for name, want in results[1].items():
+            off = (results[0][name] - want).abs().max() / want.abs().max()
+            found[f"{name}, sequence_parallel={sequence_parallel}"] = off.item()
+    return found
+
+
+def graphs_of_compiled_blocks(mesh) -> list[int]:
+    """How many graphs three blocks are compiled to, forward and backward run once."""
+    counts, inductor = [], torch.compile
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    for keys in ({}, {"sequence_parallel": False}, {"sequence_parallel": False, "activation_checkpointing": "block"}):
+        config = small_config(2, tp=2, n_layer=3, compile=True, **keys)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        build_model(config, mesh)(*batch(0, config)).backward()
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch.compile = inductor
+    return counts
+
+
 def ranks_worker(rank):
     """What needs two ranks but no training run; asserts here, counts returned."""
     counts = {}
@@ -188,11 +236,14 @@ def ranks_worker(rank):
         with pytest.raises(AssertionError, match=message):
             build_model(config, mesh)
     parallel.plan = real_plan
-    return counts
+    return counts, beside_stock_styles(mesh.device_mesh["tp"]), graphs_of_compiled_blocks(mesh)
 
 
 def test_collectives_and_guards():
-    counts = run_ranks(ranks_worker, 2)[0]
+    counts, off, graphs = run_ranks(ranks_worker, 2)[0]
+    assert max(off.values()) < 1e-5, off
+    assert len(off) == 2 * 14
+    assert graphs == [1, 1, 1]  # no block is compiled by itself, or a deep model would meet the limit on that
     for sequence_parallel, per_block in ((True, {"all_gather_into_tensor": 4, "all_to_all_single": 4}),
                                          (False, {"all_to_all_single": 4})):
         shallow, deep = counts[sequence_parallel, 1], counts[sequence_parallel, 3]
