@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import storage
-from config import Config, UserError
+from config import Config, Failure, UserError
 from mesh import Mesh
 from model import GPT
 from storage import FAILURES, Part, brief, parts
@@ -38,7 +38,7 @@ SAME = (*SIZES, "total_batch_size", "seed", "shuffle", "lr_schedule", "learning_
 NAME = re.compile(r"step_(\d+)")
 
 
-class SaveFailed(Exception):
+class SaveFailed(Failure):
     """A checkpoint could not be written and the run is not to go on without it."""
 
 

@@ -22,6 +22,10 @@ class UserError(Exception):
     """A mistake of the user's. Its text is one line: the thing, its value and the remedy. Exit code 2."""
 
 
+class Failure(Exception):
+    """A run that cannot go on, through no mistake in how it was started. Its text is one line. Exit code 1."""
+
+
 @dataclass
 class Config:
     """Train GPT-2 under tensor parallelism. A TOML file comes first, `--key=value` after it."""

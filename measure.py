@@ -5,7 +5,6 @@
 
 import itertools
 import json
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import config as configuration
 from config import Config, UserError
-from mesh import Collectives, Mesh, leave, start, start_silent, world_size
-from metrics import device_name, peak_flops, resident_bytes
+from mesh import Collectives, Mesh, resident_bytes, run, start, start_silent, world_size
+from metrics import device_name, peak_flops
 from parallel import build_model, make_optimizer
 from train_gpt2_tp import train_step
 
@@ -148,14 +147,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        leave(f"error: {error}", 2)
-    except KeyboardInterrupt:
-        leave("interrupted", 130)
-    except RuntimeError as error:  # torch.OutOfMemoryError on GPUs; the CPU's allocator has only this
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes(peak=True)
-        leave(f"error: out of memory at a peak of {peak / 2**30:.2f} GiB", 2)
+    run(main, "interrupted", "lower micro_batch_size or block_size, or raise tp")

@@ -3,12 +3,14 @@
 import ctypes
 import importlib
 import os
+import resource
 import signal
 import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import Config, UserError
+from config import Config, Failure, UserError
 
 
 @dataclass
@@ -199,6 +201,37 @@ def mesh_over_world(config: Config, device: torch.device) -> Mesh:
     dp = over(dp=config.dp_replicate * config.dp_shard, tp=config.tp)["dp"]
     return Mesh(device, dist.get_rank(), dist.get_world_size(), **sizes, device_mesh=over(**sizes),
                 dp_group=dp.get_group())
+
+
+def resident_bytes(peak: bool = False) -> int:
+    """Resident memory of this process, now or at its highest."""
+    if peak:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # no /proc: the peak so far is the nearest thing
+        return resident_bytes(peak=True)
+
+
+def run(main, interrupted: str, out_of_memory: str) -> None:
+    """`main(sys.argv[1:])`, the whole of a script: what ends it early becomes one line and an exit code on every rank.
+
+    `interrupted` is what Ctrl-C prints, `out_of_memory` the remedy for that.
+    """
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        leave(f"error: {error}", 2)
+    except Failure as error:
+        leave(f"error: {error}", 1)
+    except KeyboardInterrupt:
+        leave(interrupted, 130)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError on GPUs; others have only their text
+        texts = ("can't allocate memory", "ALLOC_FAILED", "out of memory")
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
+            raise
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes(peak=True)
+        leave(f"error: out of memory at a peak of {peak / 2**30:.2f} GiB: {out_of_memory}", 2)
 
 
 def leave(message: str, code: int) -> None:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import resource
 import subprocess
 import sys
 import threading
@@ -19,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from config import Config
-from mesh import Collectives, Mesh
+from config import Config, Failure
+from mesh import Collectives, Mesh, resident_bytes
 from model import Sizes, real_shapes
 
 # Dense bf16 TFLOP/s with fp32 accumulation, from the makers' data sheets. The first that the device's name contains.
@@ -29,7 +28,7 @@ GPU_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H10
 WANDB_SECONDS = 12  # W&B may hold up the run this long at its start and its end, no longer
 
 
-class Diverged(Exception):
+class Diverged(Failure):
     """The loss or the gradient norm is no longer finite."""
 
 
@@ -61,16 +60,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - begin)
     return 2 * n**3 / best, f"a {str(dtype).removeprefix('torch.')} GEMM timed here"
-
-
-def resident_bytes(peak: bool = False) -> int:
-    """Resident memory of this process, now or at its highest."""
-    if peak:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # no /proc: the peak so far is the nearest thing
-        return resident_bytes(peak=True)
 
 
 class Metrics:
@@ -128,6 +117,8 @@ class Metrics:
         with_fsdp = f" (dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard})" if mesh.dp_shard > 1 else ""
         with_sp = ", sequence parallel" if c.sequence_parallel else ""
         with_lp = ", loss parallel" if c.loss_parallel else ""
+        recomputed = {"none": "", "block": ", blocks recomputed", "selective":
+                      "" if c.compile else ", all but GEMMs and attention recomputed"}[c.activation_checkpointing]
         print(f"model   GPT-2, {parameters(c) / 1e6:.1f}M parameters: {c.n_layer} layers, {c.n_head} heads, "
               f"width {c.n_embd}, context {c.block_size}; {'; '.join(padding)}\n"
               f"mesh    {mesh.world_size} × {device_name(mesh.device)}: dp {mesh.dp}{with_fsdp} × tp {mesh.tp}"
@@ -135,7 +126,7 @@ class Metrics:
               f"batch   {c.total_batch_size:,} tokens a step: {micro} micro-batch{'es' * (micro > 1)} of "
               f"{c.micro_batch_size} × {c.block_size} on {mesh.dp} data-parallel rank{'s' * (mesh.dp > 1)}\n"
               f"numbers {c.dtype} compute, float32 weights{', blocks compiled' if c.compile else ''}"
-              f"{f', {c.activation_checkpointing} recomputed' * (c.activation_checkpointing != 'none')}; "
+              f"{recomputed}; "
               f"fused AdamW, decay {c.weight_decay} on {len(decay)} tensors ({sum(decay):,} parameters), "
               f"none on {len(rest)} ({sum(rest):,})\n"
               f"mfu     of {self.peak_name}, {self.peak_flops / 1e12:.4g} TFLOP/s a device\n"

@@ -8,7 +8,6 @@ costs one all-reduce after each attention, one after each MLP, and an all-gather
 `engine.py` is the model, this file draws tokens from it and talks to the user.
 """
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,7 @@ import config as configuration
 import hf
 from config import Config, UserError
 from engine import Engine
-from mesh import Mesh, leave, start, world_size
-from metrics import resident_bytes
+from mesh import Mesh, resident_bytes, run, start, world_size
 from model import GPT, real_shapes
 from tokenizer import EOT, decode, encoding
 
@@ -318,9 +316,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        leave(f"error: {error}", 2)
-    except KeyboardInterrupt:
-        leave("interrupted", 130)
+    run(main, "interrupted", "give fewer prompts at once, quantize = int8 or int4, or raise tp")

@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,12 +18,12 @@ import torch
 import checkpoint
 import config as configuration
 import hf
-from checkpoint import SaveFailed, Saver
+from checkpoint import Saver
 from config import Config, UserError
 from data import Batches, Loader, unigram_entropy
 from data import check as check_split
-from mesh import Collectives, Mesh, leave, start, world_size
-from metrics import Diverged, Metrics, resident_bytes
+from mesh import Collectives, Mesh, resident_bytes, run, start, world_size
+from metrics import Diverged, Metrics
 from model import GPT
 from parallel import (
     build_model,
@@ -258,18 +257,4 @@ class StopSignal:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        leave(f"error: {error}", 2)
-    except (Diverged, SaveFailed) as error:
-        leave(f"error: {error}", 1)
-    except KeyboardInterrupt:
-        leave("interrupted before the first step", 130)
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError on GPUs; others have only their text
-        texts = ("can't allocate memory", "ALLOC_FAILED", "out of memory")
-        if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
-            raise
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes(peak=True)
-        leave(f"error: out of memory at a peak of {peak / 2**30:.2f} GiB: lower micro_batch_size or block_size, "
-              "or raise tp", 2)
+    run(main, "interrupted before the first step", "lower micro_batch_size or block_size, or raise tp")

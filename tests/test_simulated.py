@@ -8,8 +8,7 @@ from simulated import simulate
 from small import CPU, batch, small_config
 
 from config import Config, check
-from mesh import Collectives, mesh_over_world
-from metrics import resident_bytes
+from mesh import Collectives, mesh_over_world, resident_bytes
 from model import real_shapes
 from parallel import build_model, local, make_optimizer
 from train_gpt2_tp import train_step
