@@ -118,10 +118,8 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor comes first: then what it does to local tensors passes here
         result = op(*args, **(kwargs or {}))
-        if "c10d" in op.namespace:
+        if "c10d" in op.namespace or op.namespace == "nanotp":  # the latter are shm.py's
             name = op.__name__.replace("_", "")
-            if "alltoall" in name:  # what styles.py makes the others of over gloo; of a sum that stays whole, by a swap
-                name = "allreduce" if 0 in args[1] else "reducescatter"
             for key, kind in self.KINDS.items():
                 if key in name:
                     tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]

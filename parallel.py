@@ -100,7 +100,7 @@ def wrap_blocks(model: GPT, config: Config, mesh: Mesh) -> None:
 def _keep(context, op, *args, **kwargs) -> CheckpointPolicy:
     """Selective recomputation keeps what costs most to make again: GEMMs, attention, and what crossed ranks."""
     name = str(op)
-    kept = ("aten.mm", "aten.addmm", "aten._scaled_dot_product", "reduce_scatter", "all_to_all", "all_reduce")
+    kept = ("aten.mm", "aten.addmm", "aten._scaled_dot_product", "reduce_scatter", "all_reduce", "sum_start")
     return CheckpointPolicy.MUST_SAVE if any(k in name for k in kept) else CheckpointPolicy.PREFER_RECOMPUTE
 
 

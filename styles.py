@@ -9,7 +9,7 @@ parallelism, or `Replicate()`, (B, T, C) on every rank.
 """
 
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+import shm
 from model import Head, LayerNorm, Linear, linear_cross_entropy
 
 # Collectives as operators, which torch.compile can put in a graph. The name is private, but the public wrappers changed
@@ -29,24 +30,34 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Ranks:
-    """The tp ranks as a module sees them. `split`: whether activations between blocks are slices of the sequence."""
+    """The tp ranks as a module sees them.
+
+    `split`: activations between blocks are slices of the sequence. `shared`: they cross through memory in common
+    (`shm.py`), else NCCL or gloo takes them.
+    """
 
     group: str
     size: int
     rank: int
     split: bool
+    shared: bool
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # collectives on local tensors; a `start` returns at once, its `end` waits
 
 
-def _gather_start(x, tp: Ranks):
-    return _ops.all_gather_into_tensor(x.contiguous(), tp.size, tp.group)
+def _gather_start(x, tp: Ranks) -> tuple:
+    x = x.contiguous()
+    if tp.shared:
+        return x, torch.ops.nanotp.gather_start(x, tp.group)
+    return (_ops.all_gather_into_tensor(x, tp.size, tp.group),)
 
 
-def _gather_end(y, tp: Ranks):
-    return torch.cat(_ops.wait_tensor(y).chunk(tp.size), dim=1)
+def _gather_end(pending: tuple, tp: Ranks):
+    if tp.shared:
+        return torch.ops.nanotp.all_gather(*pending, tp.group, tp.size)
+    return torch.cat(_ops.wait_tensor(*pending).chunk(tp.size), dim=1)
 
 
 def _gather(x, tp: Ranks):
@@ -55,30 +66,23 @@ def _gather(x, tp: Ranks):
 
 
 def _sum_start(x, tp: Ranks) -> tuple:
-    """Begin to add up (B, T, C) over ranks; `_sum_end` takes the result.
-
-    Over gloo an all-to-all and an addition of ours take half the time of its reduce-scatter, and at two ranks of its
-    all-reduce, for the same bytes.
-    """
+    """Begin to add up (B, T, C) over ranks; `_sum_end` takes the result."""
+    if tp.shared:
+        x = x.contiguous()
+        return x, torch.ops.nanotp.sum_start(x, tp.group)
     if tp.split:
         x = torch.cat(x.chunk(tp.size, dim=1))  # the ranks' slices one after another
-        if x.is_cuda:
-            return (), _ops.reduce_scatter_tensor(x, "sum", tp.size, tp.group)
-        rows = [len(x) // tp.size] * tp.size
-        return (), _ops.all_to_all_single(x, rows, rows, tp.group)
-    x = x.contiguous()
-    if x.is_cuda or tp.size > 2:
-        return (), _ops.all_reduce(x, "sum", tp.group)
-    rows = [len(x) * (rank != tp.rank) for rank in range(2)]  # all to the other, nothing to oneself
-    return (x,), _ops.all_to_all_single(x, rows, rows, tp.group)
+        return (_ops.reduce_scatter_tensor(x, "sum", tp.size, tp.group),)
+    return (_ops.all_reduce(x.contiguous(), "sum", tp.group),)
 
 
 def _sum_end(pending: tuple, tp: Ranks):
     """The sum as activations lie between blocks: (B, T/tp, C) or (B, T, C)."""
-    mine, y = pending
-    y = _ops.wait_tensor(y)
-    summands = mine + (y.chunk(tp.size) if tp.split and not y.is_cuda else (y,))
-    return reduce(torch.add, summands)
+    if tp.shared:
+        if tp.split:
+            return torch.ops.nanotp.reduce_scatter(*pending, tp.group, tp.size)
+        return torch.ops.nanotp.all_reduce(*pending, tp.group)
+    return _ops.wait_tensor(*pending)
 
 
 def _sum(x, tp: Ranks):
@@ -245,7 +249,8 @@ def _become(kind: type, module: nn.Module, mesh: DeviceMesh, between, **attribut
     """Give `module` the forward of `kind`, by its class: a forward bound to each module would have torch.compile make
     every block anew."""
     module.__class__ = kind
-    module.tp = Ranks(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), between.is_shard())
+    group = mesh.get_group()
+    module.tp = Ranks(group.group_name, mesh.size(), mesh.get_local_rank(), between.is_shard(), shm.connect(group))
     vars(module).update(attributes)
     return module
 

@@ -14,7 +14,8 @@ all-reduce forward and one backward: Megatron-LM (Shoeybi et al. 2019, arXiv:190
 (Korthikanti et al. 2022, arXiv:2205.05198) makes of each all-reduce a reduce-scatter and, later, an all-gather; in
 between a rank keeps T/tp of the tokens: the same bytes on the wire, activations tp times smaller.
 
-`parallel.py` has DTensor do this from a table and shares nothing with this file, so that each can check the other.
+`parallel.py` and `styles.py` do this to the trainer's model and share nothing with this file, so that each can check
+the other.
 In shapes, B is the batch, T the tokens, C the width of the residual stream, tp the size of the group.
 """
 

@@ -1,8 +1,10 @@
 """A model small enough for the suite, data it can learn, and the run that every mesh is compared by."""
 
 import math
+import os
 
 import torch
+import torch.distributed as dist
 
 from config import Config, check
 from mesh import Mesh, mesh_over_world
@@ -47,12 +49,22 @@ def run_steps(config: Config, mesh: Mesh, steps: int = 10) -> tuple[list[float],
 
 
 def run_cells(rank: int, world_size: int, cells: list[dict]) -> list:
-    """`run_steps` for each dict of config keys, one after the other in one process group."""
+    """`run_steps` for each dict of config keys, one after the other in one process group.
+
+    `"shared": True` among the keys has tensor parallelism go through shared memory, not gloo.
+    """
     results = []
     for keys in cells:
-        config = small_config(world_size, **keys)
+        share_memory("shared" in keys)
+        config = small_config(world_size, **{key: value for key, value in keys.items() if key != "shared"})
         results.append(run_steps(config, mesh_over_world(config, CPU)))
     return results
+
+
+def share_memory(yes: bool) -> None:
+    """Whether the meshes made from now on use `shm.py`, however few cores there are."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size() if yes else 0)
+    os.sched_getaffinity = lambda pid: range(64)
 
 
 def difference(run: tuple, reference: tuple) -> float:

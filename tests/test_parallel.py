@@ -2,20 +2,21 @@
 
 import copy
 import functools
+import itertools
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small import CPU, batch, difference, run_cells, run_steps, small_config
+from small import CPU, batch, difference, run_cells, run_steps, share_memory, small_config
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 import parallel
-from mesh import Mesh, mesh_over_world
+from mesh import Collectives, Mesh, mesh_over_world
 from model import Block, Sizes
 from parallel import build_model, check_weights, clip_grad_norm, make_optimizer, reduce_gradients
 from train_gpt2_tp import learning_rate, train_step
@@ -63,7 +64,9 @@ CELLS = {
         {"dp_replicate": 2}, {"dp_replicate": 2, "micro_batch_size": 4}, {"dp_shard": 2}, {"dp_shard": 2,
          "micro_batch_size": 4}, {"dp_shard": 2, "accumulate_sharded": False},
         {"dp_shard": 2, "reshard_after_forward": False, "activation_checkpointing": "block"},
-        {"tp": 2, "compile": True}],
+        {"tp": 2, "compile": True}, {"tp": 2, "shared": True}, {"tp": 2, "sequence_parallel": False, "shared": True},
+        {"tp": 2, "shared": True, "activation_checkpointing": "block"},
+        {"tp": 2, "shared": True, "activation_checkpointing": "selective"}, {"tp": 2, "shared": True, "compile": True}],
     4: [{"tp": 4}, {"tp": 4, "sequence_parallel": False}, {"tp": 4, "loss_parallel": False},
         {"tp": 2, "dp_replicate": 2}, {"tp": 2, "dp_replicate": 2, "sequence_parallel": False},
         {"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_shard": 2, "sequence_parallel": False},
@@ -71,7 +74,8 @@ CELLS = {
         {"tp": 2, "dp_shard": 2, "activation_checkpointing": "selective"},
         {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1},
         {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1, "accumulate_sharded": False},
-        {"tp": 2, "dp_shard": 2, "compile": True, "activation_checkpointing": "block"}],
+        {"tp": 2, "dp_shard": 2, "compile": True, "activation_checkpointing": "block"},
+        {"tp": 4, "shared": True}, {"tp": 2, "dp_shard": 2, "sequence_parallel": False, "shared": True}],
 }
 
 
@@ -90,9 +94,10 @@ def test_every_mesh_equals_one_process(world_size, one_process, capsys):
         (losses, norms), (ref_losses, ref_norms) = runs[0], one_process[keys["grad_clip"]]
         loss, norm = difference((losses,), (ref_losses,)), difference((norms,), (ref_norms,))
         worst = max(worst, loss, norm)
-        c = small_config(world_size, **keys)
+        c = small_config(world_size, **{key: value for key, value in keys.items() if key != "shared"})
         rest = [f"{key}={value}" for key, value in keys.items() if key not in (
-            "tp", "dp_shard", "dp_replicate", "micro_batch_size", "grad_clip")]
+            "tp", "dp_shard", "dp_replicate", "micro_batch_size", "grad_clip", "shared")]
+        rest += ["shared memory"] * ("shared" in keys)
         lines.append(f"{c.tp:>3} {c.dp_replicate:>3} {c.dp_shard:>3} {c.accumulation:>4} {c.grad_clip:>5}  "
                      f"{loss:>8.1e} {norm:>8.1e}  {' '.join(rest)}")
     if ROOT_MARK in sys.argv:
@@ -130,19 +135,29 @@ def test_padded_heads_train_the_unpadded_model(world_size):
 
 
 def count_collectives(config, mesh) -> dict[str, int]:
-    """Collectives of one whole training step of one micro-batch, by kind."""
-    model = build_model(config, mesh)
-    optimizer = make_optimizer(model, config)
+    """Collectives of one whole training step of one micro-batch, by kind; our own count must agree on either way."""
     inputs, targets = batch(0, config)
-    with CommDebugMode() as counter:
-        train_step(model, optimizer, inputs, targets, 0, config, mesh)
-    return {str(op).split(".")[-1]: n for op, n in counter.get_comm_counts().items()}
+    counted = []
+    for shared in (False, True):
+        share_memory(shared)
+        model = build_model(config, mesh)
+        optimizer = make_optimizer(model, config)
+        with CommDebugMode() as counter, Collectives() as ours:
+            train_step(model, optimizer, inputs, targets, 0, config, mesh)
+        counted.append((ours.counts, ours.bytes))
+        if not shared:
+            found = {str(op).split(".")[-1]: n for op, n in counter.get_comm_counts().items()}
+    assert counted[0] == counted[1], counted
+    assert sum(found.values()) == sum(counted[0][0].values()), (found, counted)
+    return found
 
 
 def beside_stock_styles(mesh) -> dict[str, float]:
     """A block under our styles and under PyTorch's own: largest differences of its output and gradients."""
     found = {}
-    for sequence_parallel, between in ((True, Shard(1)), (False, Replicate())):
+    for sequence_parallel, shared in itertools.product((True, False), repeat=2):
+        share_memory(shared)
+        between = Shard(1) if sequence_parallel else Replicate()
         config = small_config(2, tp=2, sequence_parallel=sequence_parallel)
         torch.manual_seed(0)
         block = Block(config, Sizes.padded(config, 2))
@@ -165,7 +180,7 @@ def beside_stock_styles(mesh) -> dict[str, float]:
             results.append({"y": y.detach(), "x": entered.grad} | grads)
         for name, want in results[1].items():
             off = (results[0][name] - want).abs().max() / want.abs().max()
-            found[f"{name}, sequence_parallel={sequence_parallel}"] = off.item()
+            found[f"{name}, sequence_parallel={sequence_parallel}, shared={shared}"] = off.item()
     return found
 
 
@@ -174,6 +189,7 @@ def graphs_of_compiled_blocks(mesh) -> list[int]:
     counts, inductor = [], torch.compile
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     for keys in ({}, {"sequence_parallel": False}, {"sequence_parallel": False, "activation_checkpointing": "block"}):
+        share_memory("activation_checkpointing" in keys)
         config = small_config(2, tp=2, n_layer=3, compile=True, **keys)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -242,10 +258,10 @@ def ranks_worker(rank):
 def test_collectives_and_guards():
     counts, off, graphs = run_ranks(ranks_worker, 2)[0]
     assert max(off.values()) < 1e-5, off
-    assert len(off) == 2 * 14
+    assert len(off) == 2 * 2 * 14
     assert graphs == [1, 1, 1]  # no block is compiled by itself, or a deep model would meet the limit on that
-    for sequence_parallel, per_block in ((True, {"all_gather_into_tensor": 4, "all_to_all_single": 4}),
-                                         (False, {"all_to_all_single": 4})):
+    for sequence_parallel, per_block in ((True, {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}),
+                                         (False, {"all_reduce": 4})):
         shallow, deep = counts[sequence_parallel, 1], counts[sequence_parallel, 3]
         grown = {op: deep[op] - shallow.get(op, 0) for op in deep if deep[op] != shallow.get(op, 0)}
         assert grown == {op: 2 * n for op, n in per_block.items()}
