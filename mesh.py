@@ -126,6 +126,12 @@ class Collectives(TorchDispatchMode):
                     self.counts[kind] += 1
                     self.bytes[kind] += max(t.numel() * t.element_size() for t in tensors)
                     break
+        elif op.namespace == "symm_mem" and "matmul" in op.__name__:  # async TP's: (A, B or Bs, …), a GEMM in one
+            gathers = "gather" in op.__name__
+            rows, like = (result[1][0], args[0]) if gathers else (args[0], result)  # all rows; as wide as the payload
+            kind = "all-gather" if gathers else "reduce-scatter"
+            self.counts[kind] += 1
+            self.bytes[kind] += rows.numel() // rows.shape[-1] * like.shape[-1] * like.element_size()
         return result
 
 

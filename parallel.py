@@ -5,11 +5,13 @@ the same whole tensor, `Partial()` a summand of it. Where tp = 1 parameters are 
 communicates but the gradient mean over data-parallel ranks.
 """
 
+import warnings
 from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -83,9 +85,8 @@ def wrap_blocks(model: GPT, config: Config, mesh: Mesh) -> None:
         elif config.activation_checkpointing == "selective" and not config.compile:  # the compiler does it by itself
             contexts = partial(create_selective_checkpoint_contexts, _keep)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-    if config.async_tp:
-        # private in PyTorch, and the only switch there is
-        torch._inductor.config._micro_pipeline_tp = True
+    if config.async_tp and mesh.tp > 1:
+        enable_async_tp(mesh.device_mesh["tp"])
     if mesh.dp_shard > 1:
         dims = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
         # the float32 residual stream enters a block as it is; weights are gathered in the compute dtype
@@ -97,8 +98,22 @@ def wrap_blocks(model: GPT, config: Config, mesh: Mesh) -> None:
         fully_shard(model, **options | {"reshard_after_forward": False})  # its backward begins where its forward ends
 
 
+def enable_async_tp(mesh: DeviceMesh) -> None:
+    """Have the compiler cut GEMMs beside a collective in pieces that run while the others' pieces travel.
+
+    Both switches are private in PyTorch. Without the second one the compiler leaves all as it was and says nothing,
+    although up to 2.13 it is marked as needed no longer.
+    """
+    name = mesh.get_group().group_name
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group(name)
+    assert symmetric_memory.is_symm_mem_enabled_for_group(name), "async_tp = true finds no symmetric memory"
+
+
 def _keep(context, op, *args, **kwargs) -> CheckpointPolicy:
-    """Selective recomputation keeps what costs most to make again: GEMMs, attention, and what crossed ranks."""
+    """Selective recomputation keeps what costs most to make again: GEMMs, attention, and sums over ranks."""
     name = str(op)
     kept = ("aten.mm", "aten.addmm", "aten._scaled_dot_product", "reduce_scatter", "all_reduce", "sum_start")
     return CheckpointPolicy.MUST_SAVE if any(k in name for k in kept) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -19,26 +19,29 @@ from functools import reduce
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
-_groups: dict[str, "Shared"] = {}
+_groups: dict[str, "Shared | None"] = {}  # by name; None: it has none
 
 
 def connect(group: dist.ProcessGroup) -> bool:
     """Give the ranks of `group` memory in common. A collective of the group, and the same answer on each rank: False
     where it cannot be (GPUs, several boxes) or would not pay (more ranks than cores, which cannot all watch).
     """
-    # other processors than x86 may show a counter before what it counts
-    possible = sys.platform == "linux" and platform.machine() == "x86_64" and dist.get_backend(group) == "gloo" and (
-        int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == dist.get_world_size() <= len(os.sched_getaffinity(0)))
-    if possible and group.group_name not in _groups:
+    name = group.group_name
+    if dist.get_backend(group) != "gloo":
+        return False
+    if name not in _groups or (_groups[name] and _groups[name].group is not group):
+        # other processors than x86 may show a counter before what it counts
+        possible = sys.platform == "linux" and platform.machine() == "x86_64" and (
+            int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == dist.get_world_size() <= len(os.sched_getaffinity(0)))
         shared = Shared(group)
-        if shared.grow(2**20):
-            _groups[group.group_name] = shared
-    return possible and group.group_name in _groups
+        _groups[name] = shared if all(shared.tell(possible)) and shared.grow(2**20) else None
+    return _groups[name] is not None
 
 
 class Shared:
-    """What the ranks of a group write for each other: a page with a counter, then two slots, for each rank."""
+    """What the ranks of a group write for each other: a page that says what, then two slots, for each rank."""
 
     PAGE = 4096
 
@@ -46,23 +49,26 @@ class Shared:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.number = self.capacity = 0  # of the last tensor; bytes of a slot
 
+    def tell(self, what) -> list:
+        """What each rank has to say, by gloo."""
+        said = [None] * self.size
+        dist.all_gather_object(said, what, self.group)
+        return said
+
     def grow(self, capacity: int) -> bool:
         """Map slots of so many bytes anew; False, on each rank, if one of them may not open another's."""
         file = os.memfd_create("nanotp")  # goes with the processes that map it
         os.ftruncate(file, self.PAGE + 2 * capacity)
-        found = [None] * self.size
-        dist.all_gather_object(found, (os.getpid(), file), self.group)
-        parts = None
+        files, parts = self.tell((os.getpid(), file)), None
         with suppress(RuntimeError):
             parts = [torch.from_file(f"/proc/{pid}/fd/{number}", shared=True, size=self.PAGE + 2 * capacity,
-                                     dtype=torch.uint8) for pid, number in found]
-        opened = [None] * self.size
-        dist.all_gather_object(opened, parts is not None, self.group)
+                                     dtype=torch.uint8) for pid, number in files]
+        opened = self.tell(parts is not None)
         os.close(file)
         if not all(opened):
             return False
-        self.pids, self.capacity = [pid for pid, _ in found], capacity
-        self.counters = [part[:8].view(torch.int64).numpy() for part in parts]
+        self.pids, self.capacity = [pid for pid, _ in files], capacity
+        self.heads = [part[:24].view(torch.int64).numpy() for part in parts]  # number; bytes of the odd, the even one
         self.slots = [part[self.PAGE :].chunk(2) for part in parts]
         return True
 
@@ -75,31 +81,36 @@ class Shared:
         """Show `x` to the other ranks; returns its number."""
         size = x.numel() * x.element_size()
         if size > self.capacity:  # on every rank at this tensor, as their shapes are the same
-            assert self.grow(-(-size // self.PAGE) * self.PAGE), "ranks no longer share memory"
+            grown = self.grow(-(-size // self.PAGE) * self.PAGE)
+            assert grown, "ranks no longer share memory"
         self.number += 1
         self.view(self.rank, x, self.number).copy_(x)
-        self.counters[self.rank][0] = self.number
+        head = self.heads[self.rank]
+        head[1 + self.number % 2] = size
+        head[0] = self.number
         return self.number
 
     def read(self, x: torch.Tensor, number: int) -> list[torch.Tensor]:
         """Tensor `number` of each rank, this one's being `x`; waits for those that are not there yet."""
-        for rank in range(self.size):
+        assert number == self.number, "collectives of a group overlap"
+        size, found = x.numel() * x.element_size(), []
+        for rank, head in enumerate(self.heads):
             if rank != self.rank:
                 self._wait(rank, number)
-        return [x if rank == self.rank else self.view(rank, x, number) for rank in range(self.size)]
+                assert head[1 + number % 2] == size, f"rank {rank} sends {head[1 + number % 2]} bytes, not {size}"
+            found.append(x if rank == self.rank else self.view(rank, x, number))
+        return found
 
     def _wait(self, rank: int, number: int) -> None:
-        counter, begin = self.counters[rank], time.monotonic()
-        while counter[0] < number:
+        head, begin, asked = self.heads[rank], time.monotonic(), 0
+        while head[0] < number:
             waited = time.monotonic() - begin
             if waited > 0.05:  # it does something else, such as a checkpoint: leave the core to others
                 time.sleep(2e-4)
-            if waited > 1:
-                begin += 1
-                try:
-                    os.kill(self.pids[rank], 0)
-                except ProcessLookupError:
-                    raise RuntimeError(f"rank {rank} of the tensor-parallel group is gone") from None
+            if waited > asked + 1:
+                asked = waited
+                if waited > default_pg_timeout.total_seconds() or not os.path.exists(f"/proc/{self.pids[rank]}"):
+                    raise RuntimeError(f"rank {rank} of the tensor-parallel group sends nothing any more")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """The styles of the plan table in `parallel.py`: how a module's parameters are cut, and what its forward sends.
 
 Cut is as PyTorch's styles of these names cut: parameters are DTensors with DTensor's placements. The forward is ours
-and works on local tensors. DTensor would decide anew, for every operator, what to send and how the result lies; here it
-is written down, and a column-parallel linear sends its input's gradient while it computes its weight's.
+and works on local tensors, but for whole logits. DTensor would decide anew, for every operator, what to send and how
+the result lies; here it is written down, and a column-parallel linear sends its input's gradient while it computes its
+weight's.
 
 In shapes, `between` is how activations lie between blocks: `Shard(1)`, (B, T/tp, C) on a rank, which is sequence
 parallelism, or `Replicate()`, (B, T, C) on every rank.
@@ -44,7 +45,7 @@ class Ranks:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# collectives on local tensors; a `start` returns at once, its `end` waits
+# collectives on local tensors; a `start` does not wait for other ranks, its `end` does
 
 
 def _gather_start(x, tp: Ranks) -> tuple:
@@ -132,6 +133,8 @@ class _Column(torch.autograd.Function):
         w = weight.to(x.dtype)
         x = _gather_end(gathered, tp) if tp.split else x
         ctx.save_for_backward(x, w)
+        if torch.compiler.is_compiling():  # async TP knows GEMMs without a bias only, and the addition is fused anyway
+            return F.linear(x, w) + bias.to(x.dtype)
         return F.linear(x, w, bias.to(x.dtype))
 
     @staticmethod
@@ -170,13 +173,14 @@ class LocalNorm(LayerNorm):
 
 
 class VocabEmbedding(nn.Embedding):
-    """`wte` by rows: a rank looks up the ids it holds, the sum over ranks is the embedding, (B, T/tp or T, C), float32.
+    """`wte` by rows: a rank looks up the ids it holds, the sum over ranks is the embedding, (B, T/tp or T, C).
 
     The gradient never has the whole vocabulary's size. The head is lent the local rows, until it has run: as gradients
     of one plain tensor the two uses add up in place, as DTensors they would not.
     """
 
     def forward(self, idx):
+        assert not self.tp.split or idx.shape[1] % self.tp.size == 0, "tp does not divide the sequence"
         rows = self.weight.to_local()
         self.lent[:] = [rows]
         idx = idx - self.tp.rank * len(rows)
@@ -249,6 +253,7 @@ def _become(kind: type, module: nn.Module, mesh: DeviceMesh, between, **attribut
     """Give `module` the forward of `kind`, by its class: a forward bound to each module would have torch.compile make
     every block anew."""
     module.__class__ = kind
+    assert isinstance(module, kind.__base__), f"a {type(module).__name__} cannot become a {kind.__name__}"
     group = mesh.get_group()
     module.tp = Ranks(group.group_name, mesh.size(), mesh.get_local_rank(), between.is_shard(), shm.connect(group))
     vars(module).update(attributes)

@@ -192,6 +192,8 @@ def main(argv: list[str]) -> None:
             if due(step, c.checkpoint_interval, last) or due(step, c.milestone_interval, last):
                 metrics.flush()
                 check_finite(model, inputs, targets, step, c, mesh)
+                if not last:
+                    warn_of_drift(model, c, mesh)
                 saver.save(step, last, val_loss=val_loss, wandb_id=metrics.wandb_id)
             if due(step, c.sample_interval, last):
                 metrics.sample(step, sample(model, c, mesh))
@@ -200,10 +202,7 @@ def main(argv: list[str]) -> None:
         if stop.signal and c.checkpoint_interval and saver.saved < step:
             check_finite(model, inputs, targets, step, c, mesh)
             saver.save(step, last=True, wandb_id=metrics.wandb_id)
-        try:
-            check_weights(model, c, mesh)
-        except AssertionError as error:  # the run is over and saved: say it, do not undo it
-            print(f"warning: {error}", flush=True)
+        warn_of_drift(model, c, mesh)
         if mesh.is_main and stop.signal:
             print(f"stopped by {stop.signal} after step {step}; " + (
                 "the same command with --resume=true goes on from there" if saver.saved == step > 0 else
@@ -225,6 +224,14 @@ def check_finite(model: GPT, inputs, targets, step: int, c: Config, mesh: Mesh) 
     if mesh.any(not loss.isfinite().item()):
         raise Diverged(f"step {step}: its update leaves weights whose loss is {loss.item()}; they are not saved: "
                        "--resume=true goes back to the last checkpoint; lower learning_rate or raise warmup_steps")
+
+
+def warn_of_drift(model: GPT, c: Config, mesh: Mesh) -> None:
+    """Say where replicas of a weight differ; what was learned is still worth saving."""
+    try:
+        check_weights(model, c, mesh)
+    except AssertionError as error:
+        print(f"warning: {error}", flush=True)
 
 
 def due(step: int, interval: int, last: bool) -> bool:

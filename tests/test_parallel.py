@@ -4,10 +4,12 @@ import copy
 import functools
 import itertools
 import sys
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from ranks import run_ranks
 from small import CPU, batch, difference, run_cells, run_steps, share_memory, small_config
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -199,6 +201,39 @@ def graphs_of_compiled_blocks(mesh) -> list[int]:
     return counts
 
 
+def async_tp(mesh) -> tuple[list, dict, float]:
+    """A compiled pass with async TP beside an eager one: what each counts, fused operators by name, and how far their
+    gradients differ.
+
+    The compiler's pass is the real one, told that there is NCCL. Its fused operators, which exist on CUDA only, are
+    played by PyTorch's own fallbacks.
+    """
+    library, fused = torch.library.Library("symm_mem", "IMPL"), Counter()
+
+    def play(name):
+        def run(*args, **kwargs):
+            fused[name] += 1
+            return getattr(symmetric_memory, f"_{name}_fallback")(*args, **kwargs)
+        library.impl(name, run, "CPU")
+
+    play("fused_all_gather_matmul")
+    play("fused_matmul_reduce_scatter")
+    torch._dynamo.reset()
+    share_memory(False)
+    counts, grads = [], []
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(_micro_pipeline_tp=False):
+        patch.setattr(dist, "is_nccl_available", lambda: True)
+        for compiled in (False, True):
+            config = small_config(2, tp=2, n_layer=1, compile=compiled, async_tp=compiled)
+            model = build_model(config, mesh)
+            with Collectives() as counted:
+                model(*batch(0, config)).backward()
+            counts.append((dict(counted.counts), dict(counted.bytes)))
+            grads.append([p.grad.to_local() for p in model.parameters()])
+    off = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*grads, strict=True))
+    return counts, dict(fused), off
+
+
 def ranks_worker(rank):
     """What needs two ranks but no training run; asserts here, counts returned."""
     counts = {}
@@ -252,11 +287,14 @@ def ranks_worker(rank):
         with pytest.raises(AssertionError, match=message):
             build_model(config, mesh)
     parallel.plan = real_plan
-    return counts, beside_stock_styles(mesh.device_mesh["tp"]), graphs_of_compiled_blocks(mesh)
+    return counts, beside_stock_styles(mesh.device_mesh["tp"]), graphs_of_compiled_blocks(mesh), async_tp(mesh)
 
 
 def test_collectives_and_guards():
-    counts, off, graphs = run_ranks(ranks_worker, 2)[0]
+    counts, off, graphs, (by_step, fused, off_fused) = run_ranks(ranks_worker, 2)[0]
+    assert by_step[0] == by_step[1]
+    assert fused == {"fused_all_gather_matmul": 4, "fused_matmul_reduce_scatter": 4}
+    assert off_fused < 1e-5
     assert max(off.values()) < 1e-5, off
     assert len(off) == 2 * 2 * 14
     assert graphs == [1, 1, 1]  # no block is compiled by itself, or a deep model would meet the limit on that
