@@ -361,10 +361,6 @@ def main(argv: list[str]) -> None:
         log_to_wandb(rows, table, b)
 
 
-def _interrupt(number, frame):
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # ends the row's processes too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the row's processes too
     configuration.run(main)

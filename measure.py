@@ -5,7 +5,6 @@
 
 import itertools
 import json
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import config as configuration
 from config import Config, UserError
-from mesh import Collectives, Mesh, resident_bytes, run, start, start_silent, world_size
-from metrics import device_name, peak_flops
+from mesh import Collectives, Mesh, peak_memory, resident_bytes, run, start, start_silent, world_size
+from metrics import device_name, elapsed, peak_flops, stamp
 from parallel import build_model, make_optimizer
 from train_gpt2_tp import train_step
 
@@ -37,23 +36,6 @@ class Measure(Config):
     """Folder for a Chrome trace and a summary by operator of one step more."""
     memory: str = ""
     """Folder for a CUDA memory snapshot of one step more."""
-
-
-def stamp(device: torch.device):
-    """This moment on the device's clock, without waiting for it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def between(stamps: list) -> list[float]:
-    """Seconds between successive stamps."""
-    if isinstance(stamps[0], float):
-        return [b - a for a, b in itertools.pairwise(stamps)]
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(stamps)]
 
 
 def measure(c: Measure, mesh: Mesh) -> dict:
@@ -85,9 +67,10 @@ def measure(c: Measure, mesh: Mesh) -> dict:
     for n in range(c.steps):
         step(c.untimed_steps + n)
         stamps.append(stamp(mesh.device))
-    seconds = between(stamps)
-    on_gpu = mesh.device.type == "cuda"
-    memory = mesh.max(torch.cuda.max_memory_allocated() if on_gpu else max(0, resident_bytes(peak=True) - before))
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = [elapsed(a, b) for a, b in itertools.pairwise(stamps)]
+    memory = mesh.max(peak_memory(before))
     if c.profile:
         profile_step(step, Path(c.profile), mesh)
     if c.memory:

@@ -217,6 +217,13 @@ def resident_bytes(peak: bool = False) -> int:
         return resident_bytes(peak=True)
 
 
+def peak_memory(before: int = 0) -> int:
+    """Peak bytes of this process: allocated on its GPU, or resident beyond `before`."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return max(0, resident_bytes(peak=True) - before)
+
+
 def run(main, interrupted: str, out_of_memory: str) -> None:
     """`main(sys.argv[1:])`, the whole of a script: what ends it early becomes one line and an exit code on every rank.
 
@@ -234,8 +241,7 @@ def run(main, interrupted: str, out_of_memory: str) -> None:
         texts = ("can't allocate memory", "ALLOC_FAILED", "out of memory")
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
             raise
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes(peak=True)
-        leave(f"error: out of memory at a peak of {peak / 2**30:.2f} GiB: {out_of_memory}", 2)
+        leave(f"error: out of memory at a peak of {peak_memory() / 2**30:.2f} GiB: {out_of_memory}", 2)
 
 
 def leave(message: str, code: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from config import Config, Failure
-from mesh import Collectives, Mesh, resident_bytes
+from mesh import Collectives, Mesh, peak_memory
 from model import Sizes, real_shapes
 
 # Dense bf16 TFLOP/s with fp32 accumulation, from the makers' data sheets. The first that the device's name contains.
@@ -60,6 +60,20 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - begin)
     return 2 * n**3 / best, f"a {str(dtype).removeprefix('torch.')} GEMM timed here"
+
+
+def stamp(device: torch.device):
+    """This moment on the device's clock, without waiting for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed(begin, end) -> float:
+    """Seconds between two stamps, which the device must have passed."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
 class Metrics:
@@ -144,11 +158,11 @@ class Metrics:
             print(f"comm    {self.comm_bytes / 1e6:,.1f} MB a step and rank: {kinds}", flush=True)
 
     def begin_step(self) -> None:
-        self.step_begin = self._now()
+        self.step_begin = stamp(self.mesh.device)
 
     def end_step(self, step: int, loss: torch.Tensor, norm: torch.Tensor, lr: float, data_ms: float) -> None:
         """Note a finished step; `loss` is this data-parallel rank's mean, `norm` the global one, both on the device."""
-        self.pending.append((step, loss, norm, lr, self.step_begin, self._now(), data_ms))
+        self.pending.append((step, loss, norm, lr, self.step_begin, stamp(self.mesh.device), data_ms))
         if step % self.config.log_interval == 0 or step == self.config.max_steps:
             self.flush(line=True)
 
@@ -162,11 +176,11 @@ class Metrics:
             return
         losses = self.mesh.all_mean(torch.stack([entry[1] for entry in self.pending])).tolist()
         norms = torch.stack([entry[2] for entry in self.pending]).tolist()
-        memory = self.mesh.max(self.peak_memory())
+        memory = self.mesh.max(peak_memory(self.memory_before))
         c = self.config
         entries, self.pending = self.pending, []
         for (step, _, _, lr, begin, end, data_ms), loss, norm in zip(entries, losses, norms, strict=True):
-            seconds = self._elapsed(begin, end)
+            seconds = elapsed(begin, end)
             self.last_loss = loss
             if step > self.start_step + 1:  # the first one warms up, and compiles
                 self.seconds, self.steps = self.seconds + seconds, self.steps + 1
@@ -217,12 +231,6 @@ class Metrics:
         if self.wandb:
             self.wandb.row(row)
 
-    def peak_memory(self) -> int:
-        """Peak bytes of this rank: allocated on its GPU, or resident beyond what was before the model."""
-        if self.mesh.device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return max(0, resident_bytes(peak=True) - self.memory_before)
-
     def summary(self, step: int) -> None:
         """The closing lines."""
         if not self.mesh.is_main:
@@ -268,18 +276,6 @@ class Metrics:
                 self.file.close()
             if self.wandb:
                 self.wandb.finish(Path(self.config.out_dir) / "loss.png", exit_code)
-
-    def _now(self):
-        if self.mesh.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _elapsed(self, begin, end) -> float:
-        if self.mesh.device.type != "cuda":
-            return end - begin
-        return begin.elapsed_time(end) / 1e3
 
 
 class Wandb:

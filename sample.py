@@ -22,7 +22,7 @@ import config as configuration
 import hf
 from config import Config, UserError
 from engine import Engine
-from mesh import Mesh, resident_bytes, run, start, world_size
+from mesh import Mesh, peak_memory, run, start, world_size
 from model import GPT, real_shapes
 from tokenizer import EOT, decode, encoding
 
@@ -287,9 +287,9 @@ def statistics(engine: Engine, generation: Generation) -> str:
         lines.append(f"decode   {len(generation.step_s):,} steps of {rows} tok, median {step * 1e3:.2f} ms a token, "
                      f"{rows * len(generation.step_s) / sum(generation.step_s):,.1f} tok/s; reads "
                      f"{(engine.weight_bytes + cache) / step / 1e9:.1f} GB/s")
-    peak = (torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else resident_bytes(peak=True)) / 2**20
     lines.append(f"memory   {engine.weight_bytes / 2**20:,.0f} MiB of weights that a token reads, "
-                 f"{engine.wte.nbytes / 2**20:,.0f} of embeddings, {cache / 2**20:,.0f} of KV cache; peak {peak:,.0f}")
+                 f"{engine.wte.nbytes / 2**20:,.0f} of embeddings, {cache / 2**20:,.0f} of KV cache; "
+                 f"peak {peak_memory() / 2**20:,.0f}")
     return "\n".join(lines)
 
 

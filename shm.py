@@ -133,8 +133,10 @@ def number_of(x, *_):
     return torch.empty((), dtype=torch.int64)
 
 
+# two names for one thing: selective recomputation keeps sums, and with them what started them, and repeats gathers
 @operator("gather_start(Tensor x, str group) -> Tensor", number_of)
-def gather_start(x, group):
+@operator("sum_start(Tensor x, str group) -> Tensor", number_of)
+def start(x, group):
     return torch.tensor(_groups[group].write(x))
 
 
@@ -143,11 +145,6 @@ def gather_start(x, group):
 def all_gather(x, number, group, size):
     """(B, T/tp, C) → (B, T, C)."""
     return torch.cat(_groups[group].read(x, int(number)), dim=1)
-
-
-@operator("sum_start(Tensor x, str group) -> Tensor", number_of)
-def sum_start(x, group):
-    return torch.tensor(_groups[group].write(x))
 
 
 @operator("reduce_scatter(Tensor x, Tensor number, str group, int size) -> Tensor",

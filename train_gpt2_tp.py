@@ -240,7 +240,7 @@ def due(step: int, interval: int, last: bool) -> bool:
 
 def sample(model: GPT, c: Config, mesh: Mesh) -> list[str]:
     prompt = encoding().encode_ordinary("Hello, I'm a language model,")[: c.block_size - 1]
-    if max(prompt) >= c.vocab_size:  # other tokens than GPT-2's
+    if max(prompt, default=c.vocab_size) >= c.vocab_size:  # other tokens than GPT-2's, or no room for any
         prompt = [0]
     return [decode(ids) for ids in generate(model, mesh, prompt, max_new_tokens=48, num_samples=2, seed=c.seed)]
 
