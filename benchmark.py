@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 
 import config as configuration
-from config import Config, UserError
+from config import Config, UserError, cores
 
 ROOT = Path(__file__).resolve().parent
 
@@ -139,13 +139,12 @@ def launch(row: Row, b: Bench, **options) -> dict | None:
     toml, log, result = (folder / f"{row.slug}.{end}" for end in ("toml", "log", "json"))
     toml.write_text(configuration.dump(row.config))
     result.unlink(missing_ok=True)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.ranks}"] * (row.ranks > 1)
     command = [sys.executable, *torchrun, "measure.py", str(toml.resolve()), f"--result={result.resolve()}",
                *(f"--{key}={value}" for key, value in options.items())]
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
-                                   env=os.environ | {"OMP_NUM_THREADS": str(max(1, cores // row.ranks))})
+                                   env=os.environ | {"OMP_NUM_THREADS": str(max(1, cores() // row.ranks))})
         try:
             process.wait(b.timeout)
         except subprocess.TimeoutExpired:
@@ -209,8 +208,8 @@ def tabulate(rows: list[Row]) -> list[dict]:
     from metrics import flops_per_token  # after the errors of the command line, for which nobody waits for torch
 
     on_cpu = any(row.device == "CPU" for row in rows)
-    cores = os.cpu_count() or 1  # more ranks than cores time their GEMMs in turns, and would count a core twice
-    box = max((row.peak_flops for row in rows if row.ranks <= cores), default=0.0)
+    # more ranks than cores time their GEMMs in turns, and would count a core twice
+    box = max((row.peak_flops for row in rows if row.ranks <= cores()), default=0.0)
     first = rows[0].speed if rows[0].seconds else None
     table = []
     for row in rows:
@@ -259,14 +258,13 @@ def report(rows: list[Row], b: Bench) -> list[dict]:
 
     table, c = tabulate(rows), rows[0].config
     device = next(row.device for row in rows if row.device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     about = (f"GPT-2 of {parameters(c) / 1e6:.1f}M parameters, context {c.block_size}, {c.total_batch_size:,} tokens a "
-             f"step, {c.dtype}; {device}, {cores} cores; torch {torch.__version__}, commit {commit()}, "
+             f"step, {c.dtype}; {device}, {cores()} cores; torch {torch.__version__}, commit {commit()}, "
              f"{datetime.now():%Y-%m-%d}")
     notes = (f"Median and spread (half the interquartile range) of {b.steps} steps in each of {b.rounds} rounds over "
              "all rows. Collectives: number and payload of a step on a rank. Exposed: 1 − step time with collectives "
              "that return at once / step time. MFU: of " + (
-                 f"{max(row.peak_flops for row in rows if row.ranks <= (os.cpu_count() or 1)) / 1e9:,.0f} GFLOP/s, the "
+                 f"{max(row.peak_flops for row in rows if row.ranks <= cores()) / 1e9:,.0f} GFLOP/s, the "
                  "best GEMM seen on all cores."
                  if device == "CPU" else "the data sheet's dense peak."))
     text = markdown(table)

@@ -7,6 +7,7 @@
 import dataclasses
 import difflib
 import math
+import os
 import sys
 import tomllib
 import typing
@@ -240,6 +241,11 @@ def check_torch(version: str) -> None:
     if not TORCH[0] <= (major, minor) < TORCH[1]:
         wanted = ",".join(f"{sign}{a}.{b}" for sign, (a, b) in zip((">=", "<"), TORCH, strict=True))
         raise UserError(f"torch {version} is outside the supported range: pip install 'torch{wanted}'")
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parse(cls, argv: list[str], *, toml: bool = False):

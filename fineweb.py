@@ -31,7 +31,7 @@ import numpy as np
 
 import sources
 import tokenizer
-from config import UserError, parse, run
+from config import UserError, cores, parse, run
 
 HEADER = {".npy": 128, ".bin": 1024}  # bytes before the tokens
 
@@ -281,7 +281,7 @@ def resolve(options: Options) -> list[Path]:
     if files and not o.out:
         raise UserError(f"source {o.source!r} needs a folder for its shards: --out=data/mine")
     o.out = o.out or f"data/{o.source.rpartition('/')[2]}"
-    o.workers = o.workers or os.cpu_count()
+    o.workers = o.workers or cores()
     return files
 
 

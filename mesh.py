@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import Config, Failure, UserError
+from config import Config, Failure, UserError, cores
 
 
 @dataclass
@@ -160,6 +160,9 @@ def start(config: Config) -> Mesh:
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
+        # threads beyond the cores wait for each other in busy loops: steps take 20 times as long
+        share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
+        torch.set_num_threads(min(share, torch.get_num_threads()))
     if world_size() == 1:
         return Mesh(device)
     if config.compile:

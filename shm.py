@@ -16,10 +16,13 @@ import sys
 import time
 from contextlib import suppress
 from functools import reduce
+from select import select
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+
+from config import cores
 
 _groups: dict[str, "Shared | None"] = {}  # by name; None: it has none
 
@@ -34,7 +37,7 @@ def connect(group: dist.ProcessGroup) -> bool:
     if name not in _groups or (_groups[name] and _groups[name].group is not group):
         # other processors than x86 may show a counter before what it counts
         possible = sys.platform == "linux" and platform.machine() == "x86_64" and (
-            int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == dist.get_world_size() <= len(os.sched_getaffinity(0)))
+            int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == dist.get_world_size() <= cores())
         shared = Shared(group)
         _groups[name] = shared if all(shared.tell(possible)) and shared.grow(2**20) else None
     return _groups[name] is not None
@@ -60,14 +63,15 @@ class Shared:
         file = os.memfd_create("nanotp")  # goes with the processes that map it
         os.ftruncate(file, self.PAGE + 2 * capacity)
         files, parts = self.tell((os.getpid(), file)), None
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, OSError):
+            ends = [os.pidfd_open(pid) for pid, _ in files]
             parts = [torch.from_file(f"/proc/{pid}/fd/{number}", shared=True, size=self.PAGE + 2 * capacity,
                                      dtype=torch.uint8) for pid, number in files]
         opened = self.tell(parts is not None)
         os.close(file)
         if not all(opened):
             return False
-        self.pids, self.capacity = [pid for pid, _ in files], capacity
+        self.ends, self.capacity = ends, capacity  # the former are readable once a rank's process has ended
         self.heads = [part[:24].view(torch.int64).numpy() for part in parts]  # number; bytes of the odd, the even one
         self.slots = [part[self.PAGE :].chunk(2) for part in parts]
         return True
@@ -109,7 +113,8 @@ class Shared:
                 time.sleep(2e-4)
             if waited > asked + 1:
                 asked = waited
-                if waited > default_pg_timeout.total_seconds() or not os.path.exists(f"/proc/{self.pids[rank]}"):
+                ended = select([self.ends[rank]], [], [], 0)[0]
+                if ended or waited > default_pg_timeout.total_seconds():
                     raise RuntimeError(f"rank {rank} of the tensor-parallel group sends nothing any more")
 
 

@@ -249,18 +249,20 @@ class StopSignal:
     """SIGINT, SIGTERM or SIGUSR1, noted when it comes and acted on at a step's end by all ranks together."""
 
     def __init__(self):
-        self.signal = None
+        self.noted = None  # this rank's
+        self.signal = None  # what all ranks stop for
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
 
     def _note(self, number, frame):
-        self.signal = signal.Signals(number).name
+        self.noted = signal.Signals(number).name
 
     def agreed(self, mesh: Mesh) -> bool:
-        """Whether any rank got one."""
-        if mesh.any(self.signal is not None):
-            self.signal = self.signal or "a signal to another rank"
-        return self.signal is not None
+        """Whether any rank got one. One that comes after this rank was asked counts the next time."""
+        agreed = mesh.any(self.noted is not None)
+        if agreed:
+            self.signal = self.noted or "a signal to another rank"
+        return agreed
 
 
 if __name__ == "__main__":

@@ -3,8 +3,12 @@
 import copy
 import functools
 import itertools
+import multiprocessing
+import os
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 
 import parallel
+import shm
 from mesh import Collectives, Mesh, mesh_over_world
 from model import Block, Sizes
 from parallel import build_model, check_weights, clip_grad_norm, make_optimizer, reduce_gradients
@@ -288,6 +293,41 @@ def ranks_worker(rank):
             build_model(config, mesh)
     parallel.plan = real_plan
     return counts, beside_stock_styles(mesh.device_mesh["tp"]), graphs_of_compiled_blocks(mesh), async_tp(mesh)
+
+
+def waits_for_one_that_dies(rank, folder):
+    """Two ranks share memory, the second leaves without a word; how long the first then waits for it, in s."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    share_memory(True)
+    assert shm.connect(dist.group.WORLD)
+    name = dist.group.WORLD.group_name
+
+    def total():
+        x = torch.ones(3)
+        return shm.all_reduce(x, shm.start(x, name), name).tolist()
+
+    assert total() == [2, 2, 2]
+    if rank:
+        os._exit(0)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 of the tensor-parallel group sends nothing any more"):
+        total()
+    Path(folder, "waited").write_text(str(time.monotonic() - begin))
+    os._exit(0)
+
+
+def test_a_rank_that_dies_frees_the_one_that_waits(tmp_path):
+    """Also while nobody has asked how it ended, so that its process is still listed."""
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=waits_for_one_that_dies, args=(rank, tmp_path)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    ranks[0].join(60)
+    waited = tmp_path / "waited"
+    for process in ranks:
+        process.kill()
+        process.join()
+    assert float(waited.read_text()) < 5
 
 
 def test_collectives_and_guards():

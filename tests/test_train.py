@@ -17,6 +17,7 @@ from conftest import ROOT
 import config as configuration
 import train_gpt2_tp as trainer
 from config import Config, UserError
+from mesh import Mesh
 from metrics import Diverged
 
 SMALL = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--total_batch_size=64", "--micro_batch_size=2",
@@ -50,7 +51,7 @@ def data_dir(tmp_path):
 
 @pytest.fixture(autouse=True)
 def signals_restored():
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
@@ -114,6 +115,18 @@ def test_one_rank_gets_sigterm_and_all_save_and_exit_with_0(tmp_path, data_dir):
     step = int(out.split("after step ")[1].split(";")[0])
     assert (tmp_path / f"run/checkpoints/step_{step:06d}").is_dir() and (tmp_path / "run/loss.png").exists()
     assert "Traceback" not in err + err_1 and "Warning" not in err + err_1, err
+
+
+def test_a_signal_that_comes_while_ranks_agree_counts_the_next_time():
+    """Or this rank would stop a step before the others, which wait for it for ever."""
+    class Late(Mesh):
+        def any(self, flag):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return super().any(flag)
+
+    stop, mesh = trainer.StopSignal(), Late(torch.device("cpu"))
+    assert not stop.agreed(mesh) and stop.signal is None
+    assert stop.agreed(mesh) and stop.signal == "SIGUSR1"
 
 
 def test_a_run_that_diverges_keeps_its_checkpoint(tmp_path, data_dir, capsys):
