@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import shm
 from config import Config, Failure, UserError, cores
 
 
@@ -36,6 +37,7 @@ class Mesh:
     tp: int = 1
     device_mesh: DeviceMesh | None = None  # None: one process, no process group
     dp_group: dist.ProcessGroup | None = None  # (dp_replicate, dp_shard) flattened: one group, one collective
+    group: dist.ProcessGroup | None = None  # all ranks; the tp group where it is those, as it may share memory
 
     @property
     def is_main(self) -> bool:
@@ -61,12 +63,16 @@ class Mesh:
             x /= self.dp
         return x
 
+    def sum_(self, x: torch.Tensor) -> None:
+        """Add up `x` over all ranks, in place."""
+        shm.all_reduce_(x, dist.ReduceOp.SUM, self.group)
+
     def max(self, value: int) -> int:
         """The largest `value` of any rank. A collective on a host tensor, so the device is not waited for."""
         if self.world_size == 1:
             return value
         tensor = torch.tensor(value)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        shm.all_reduce_(tensor, dist.ReduceOp.MAX, self.group)
         return int(tensor)
 
     def any(self, flag: bool) -> bool:
@@ -206,8 +212,10 @@ def mesh_over_world(config: Config, device: torch.device) -> Mesh:
         return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     sizes = {"dp_replicate": config.dp_replicate, "dp_shard": config.dp_shard, "tp": config.tp}
     dp = over(dp=config.dp_replicate * config.dp_shard, tp=config.tp)["dp"]
-    return Mesh(device, dist.get_rank(), dist.get_world_size(), **sizes, device_mesh=over(**sizes),
-                dp_group=dp.get_group())
+    device_mesh = over(**sizes)
+    only_tp = config.tp == dist.get_world_size() and device.type == "cpu"  # with GPUs only the world's has gloo too
+    return Mesh(device, dist.get_rank(), dist.get_world_size(), **sizes, device_mesh=device_mesh,
+                dp_group=dp.get_group(), group=device_mesh["tp"].get_group() if only_tp else dist.group.WORLD)
 
 
 def resident_bytes(peak: bool = False) -> int:

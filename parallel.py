@@ -259,28 +259,29 @@ def reduce_gradients(params: list[nn.Parameter], mesh: Mesh) -> None:
         for p in replicated:
             copies = mesh.dp if p.grad.placements[0].is_partial() else mesh.world_size
             p.grad = DTensor.from_local(p.grad.to_local().div_(copies), p.device_mesh, p.placements, run_check=False)
-        _all_reduce_flat([p.grad.to_local() for p in replicated], None)
+        _reduce_flat([p.grad.to_local() for p in replicated], mesh.sum_)
     if mesh.dp > 1:
+        over_dp = partial(dist.all_reduce, group=mesh.dp_group)
         bucket, size = [], 0
         for p in params:
             if is_replicated(p):
                 continue
             grad = local(p.grad).div_(mesh.dp)
             if bucket and size + grad.numel() > BUCKET:
-                _all_reduce_flat(bucket, mesh.dp_group)
+                _reduce_flat(bucket, over_dp)
                 bucket, size = [], 0
             bucket.append(grad)
             size += grad.numel()
-        _all_reduce_flat(bucket, mesh.dp_group)
+        _reduce_flat(bucket, over_dp)
 
 
-def _all_reduce_flat(tensors: list[torch.Tensor], group) -> None:
-    """Sum each tensor over the group (None: all ranks) in place, in one all-reduce."""
+def _reduce_flat(tensors: list[torch.Tensor], all_reduce) -> None:
+    """Sum each tensor over ranks in place, by one call of `all_reduce`."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        dist.all_reduce(tensors[0], group=group)
+        all_reduce(tensors[0])
         return
     flat = torch.cat([t.reshape(-1) for t in tensors])
-    dist.all_reduce(flat, group=group)
+    all_reduce(flat)
     for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         t.copy_(part.view_as(t))
 
@@ -297,7 +298,7 @@ def clip_grad_norm(params: list[nn.Parameter], max_norm: float, mesh: Mesh, fore
     counted = [g for g, p in zip(grads, params, strict=True) if mesh.tp_rank == 0 or not is_replicated(p)]
     square = torch.nn.utils.get_total_norm(counted, foreach=foreach).square()
     if mesh.dp_shard * mesh.tp > 1:  # over all copies of the model at once: the same bits on every rank
-        dist.all_reduce(square)
+        mesh.sum_(square)
         square /= mesh.dp_replicate
     norm = square.sqrt()
     if max_norm:

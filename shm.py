@@ -160,6 +160,16 @@ def reduce_scatter(x, number, group, size):
     return reduce(torch.add, [x.chunk(size, dim=1)[shared.rank] for x in shared.read(x, int(number))])
 
 
-@operator("all_reduce(Tensor x, Tensor number, str group) -> Tensor", lambda x, number, group: torch.empty_like(x))
-def all_reduce(x, number, group):
-    return reduce(torch.add, _groups[group].read(x, int(number)))
+@operator("all_reduce(Tensor x, Tensor number, str group, bool max=False) -> Tensor", lambda x, *_: torch.empty_like(x))
+def all_reduce(x, number, group, max=False):
+    return reduce(torch.maximum if max else torch.add, _groups[group].read(x, int(number)))
+
+
+def all_reduce_(x: torch.Tensor, op, group: dist.ProcessGroup) -> torch.Tensor:
+    """Reduce `x` over the group in place, by SUM or MAX: through memory that `connect` gave it, or else as usual."""
+    name = group.group_name
+    if not (_groups.get(name) and _groups[name].group is group):
+        dist.all_reduce(x, op, group=group)
+        return x
+    number = torch.ops.nanotp.sum_start(x, name)
+    return x.copy_(torch.ops.nanotp.all_reduce(x, number, name, op == dist.ReduceOp.MAX))

@@ -212,8 +212,8 @@ class VocabHead(Head):
             first = self.tp.rank * len(weight)
             real = min(max(self.vocab_size - first, 0), len(weight))
             return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), real, first,
-                                        partial(_all_reduce, self.tp_mesh, dist.ReduceOp.MAX),
-                                        partial(_all_reduce, self.tp_mesh, dist.ReduceOp.SUM))
+                                        *(partial(shm.all_reduce_, op=op, group=self.tp_mesh.get_group())
+                                          for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM)))
         if position is not None:
             x = x[:, position : position + 1]
         logits = DTensor.from_local(F.linear(x, weight.to(x.dtype)), self.tp_mesh, [Shard(2)], run_check=False)
@@ -238,11 +238,6 @@ class SharedDropout(nn.Dropout):
 def _replicated(p: DTensor, tp: Ranks):
     """A replicated parameter's tensor. Used on a slice of the sequence, its gradient is a summand."""
     return p.to_local(grad_placements=[Partial() if tp.split else Replicate()])
-
-
-def _all_reduce(mesh: DeviceMesh, op, x):
-    dist.all_reduce(x, op, group=mesh.get_group())
-    return x
 
 
 # ---------------------------------------------------------------------------------------------------------------------
