@@ -144,8 +144,12 @@ def seed_dropout(model: GPT, config: Config, mesh: Mesh, step: int, micro: int) 
 # weights
 
 
-def build_model(config: Config, mesh: Mesh) -> GPT:
-    """GPT-2 with this rank's shards of the initial weights. No rank holds more than its shards and one parameter."""
+@torch.no_grad()
+def build_model(config: Config, mesh: Mesh, draw: bool = True) -> GPT:
+    """GPT-2 with this rank's shards of the initial weights. No rank holds more than its shards and one parameter.
+
+    `draw = False` leaves them zero, for `checkpoint.load` or `hf.load` to fill.
+    """
     with torch.device("meta"):
         model = GPT(config, Sizes.padded(config, mesh.tp))
     if mesh.tp > 1:
@@ -155,7 +159,10 @@ def build_model(config: Config, mesh: Mesh) -> GPT:
     model.tie()
     shapes = real_shapes(config)
     for name, p in model.named_parameters():
-        fill(p, initial_value(name, shapes[name], config))
+        if draw:
+            fill(p, initial_value(name, shapes[name], config))
+        else:
+            local(p).zero_()
     assert model.lm_head.weight is model.wte.weight, "the tie is lost"
     check_weights(model, config, mesh)
     return model

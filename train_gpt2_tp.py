@@ -150,7 +150,7 @@ def main(argv: list[str]) -> None:
 
     torch.set_float32_matmul_precision("highest" if c.dtype == "float32" else "high")
     memory_before = resident_bytes()
-    model = build_model(c, mesh)
+    model = build_model(c, mesh, draw=not (folder or source))
     optimizer = make_optimizer(model, c)
     if folder:
         checkpoint.load(folder, c, mesh, model, optimizer)

@@ -117,6 +117,23 @@ def test_one_rank_gets_sigterm_and_all_save_and_exit_with_0(tmp_path, data_dir):
     assert "Traceback" not in err + err_1 and "Warning" not in err + err_1, err
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_no_step_between_log_lines_waits_for_the_gpu(tmp_path, data_dir, monkeypatch):
+    """PyTorch raises where the host would wait, from the third step on to the sixth: batch, update, metrics and all."""
+    modes = {3: "error", 6: "default"}
+
+    def watched(model, optimizer, inputs, targets, step, *rest):
+        if step in modes:
+            torch.cuda.set_sync_debug_mode(modes[step])
+        return train_step(model, optimizer, inputs, targets, step, *rest)
+
+    train_step = trainer.train_step
+    monkeypatch.setattr(trainer, "train_step", watched)
+    trainer.main([f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'run'}", *SMALL, "--dtype=bfloat16",
+                  "--log_interval=100", "--eval_interval=0", "--sample_interval=0", "--checkpoint_interval=0"])
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
 def test_a_signal_that_comes_while_ranks_agree_counts_the_next_time():
     """Or this rank would stop a step before the others, which wait for it for ever."""
     class Late(Mesh):
